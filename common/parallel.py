@@ -1,0 +1,112 @@
+"""One step, three ways to compile it: jit (global view), shard_map and pmap (per device).
+
+A step is written in the global view. It calls `pmean`, `psum`, `all_gather` and `row_ids` with the axis that
+`reduce_axis(mode)` gives: None under jit, where the compiler places the collectives and these are no-ops, and "data" in the
+per-device modes. Gradients are reduced explicitly, so shard_map runs with `check_vma=False`: with the check on, a
+`pmean` of gradients comes out as many times too large as there are devices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from common.mesh import BATCH_AXES, batch_shards, batch_sharding, replicated
+
+PyTree = Any
+
+
+def reduce_axis(mode: str) -> str | None:
+    """The axis name a step passes to the reductions below; None in the global view."""
+    return None if mode == "jit" else "data"
+
+
+def pmean(tree: PyTree, axis: str | None) -> PyTree:
+    """Mean over devices; the identity in the global view."""
+    return tree if axis is None else jax.lax.pmean(tree, axis)
+
+
+def psum(tree: PyTree, axis: str | None) -> PyTree:
+    """Sum over devices; the identity in the global view."""
+    return tree if axis is None else jax.lax.psum(tree, axis)
+
+
+def all_gather(tree: PyTree, axis: str | None) -> PyTree:
+    """The global batch (dimension 0) from per-device parts; the identity in the global view."""
+    return tree if axis is None else jax.lax.all_gather(tree, axis, axis=0, tiled=True)
+
+
+def row_ids(local_rows: int, axis: str | None) -> jax.Array:
+    """int32 ids, within the global batch, of the `local_rows` examples this view of the step sees."""
+    start = 0 if axis is None else jax.lax.axis_index(axis) * local_rows
+    return start + jnp.arange(local_rows, dtype=jnp.int32)
+
+
+def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
+    """One key per example, from its id in the global batch: noise does not depend on how a batch is cut."""
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(rows)
+
+
+def compile_step(
+    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    mesh: Mesh,
+    mode: str,
+    state: PyTree,
+    shardings: PyTree,
+    batch: PyTree,
+    batch_axis: int = 0,
+) -> jax.stages.Compiled:
+    """Compiles `step(state, batch) -> (state, metrics)` ahead of time; the state is donated (not under pmap).
+
+    Args:
+      state, batch: ShapeDtypeStructs of the global arrays; `batch` is None for a step that makes its own data.
+      shardings: of the state, from `common.sharding.state_shardings`.
+    Returns: a compiled function, which cannot recompile: another shape or dtype is an error.
+    """
+    if mode == "pmap":
+        return _compile_pmap(step, mesh, state, batch, batch_axis)
+    if mode == "shard_map":
+        state_specs = jax.tree.map(lambda s: s.spec, shardings)
+        specs = (state_specs, PartitionSpec(*[None] * batch_axis, BATCH_AXES))
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=(state_specs, PartitionSpec()), check_vma=False
+        )
+    jitted = jax.jit(
+        step,
+        in_shardings=(shardings, batch_sharding(mesh, batch_axis)),
+        out_shardings=(shardings, replicated(mesh)),
+        donate_argnums=0,
+    )
+    return jitted.lower(state, batch).compile()
+
+
+def _compile_pmap(step: Callable, mesh: Mesh, state: PyTree, batch: PyTree, batch_axis: int) -> Any:
+    shards = batch_shards(mesh)
+
+    def split(x: jax.Array) -> jax.Array:
+        """(…, B, …) → (devices, …, B / devices, …)."""
+        shape = (*x.shape[:batch_axis], shards, x.shape[batch_axis] // shards, *x.shape[batch_axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), batch_axis, 0)
+
+    mapped = jax.pmap(
+        step, axis_name="data", in_axes=(None, 0), out_axes=None, devices=list(mesh.devices.flat)
+    )
+    split_batch = jax.jit(lambda tree: jax.tree.map(split, tree))
+    compiled = mapped.lower(state, jax.eval_shape(split_batch, batch)).compile()
+    return _PmapStep(compiled, split_batch)
+
+
+class _PmapStep:
+    """A pmapped step that takes and returns whole arrays, as the other two modes do."""
+
+    def __init__(self, compiled: Any, split_batch: Callable):
+        self._compiled, self._split_batch = compiled, split_batch
+
+    def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        return self._compiled(state, self._split_batch(batch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)

@@ -1,0 +1,117 @@
+"""What the compiled step costs: FLOPs, memory, model FLOP utilisation, traces."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from common.config import require
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A trace for TensorBoard / Perfetto of `trace_steps` steps from `trace_start`, in `<workdir>/trace`; 0 is off."""
+
+    trace_start: int = 10
+    trace_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step needs, from the compiler.
+
+    Attributes:
+      parameters: number of parameters.
+      flops: floating-point operations of one step on all devices, as XLA counts them (a scan's body once per iteration only
+        where XLA knows the trip count); 0 where the backend does not say.
+      memory: bytes of arguments, outputs and temporaries on one device.
+      available: bytes one device has; 0 where the backend does not say.
+    """
+
+    parameters: int
+    flops: float
+    memory: int
+    available: int
+
+
+def count_parameters(params: Any) -> int:
+    """Number of scalars in a tree of arrays or ShapeDtypeStructs."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+
+
+def cost_of(compiled: Any, params: Any, device: jax.Device) -> Cost:
+    """The cost of a compiled step; fields the backend does not report are 0."""
+    analysis = compiled.cost_analysis() or {}
+    analysis = analysis[0] if isinstance(analysis, Sequence) else analysis
+    stats = compiled.memory_analysis()
+    memory = 0
+    if stats is not None:
+        memory = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+        memory -= stats.alias_size_in_bytes  # donated: counted as argument and as output
+    flops = max(float(analysis.get("flops", 0.0)), 0.0) * jax.device_count()
+    return Cost(count_parameters(params), flops, int(memory), device_memory(device))
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes one device may use; a CPU device's share of the machine's memory; 0 if unknown."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    if device.platform != "cpu":
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def check_fits(cost: Cost) -> None:
+    """Raises ConfigError when one step cannot fit on a device."""
+    require(cost.available == 0 or cost.memory <= cost.available, "one step needs GiB per device",
+            round(cost.memory / 2**30, 2), f"there are {cost.available / 2**30:.2f}: lower the batch, raise "
+            "optim.microbatches, or shard parameters with parallel.fsdp")
+
+
+def describe(cost: Cost) -> str:
+    """One line for the console."""
+    room = f" of {cost.available / 2**30:.1f}" if cost.available else ""
+    return (f"{cost.parameters:,} parameters, {cost.flops / 1e9:.3g} GFLOP per step, "
+            f"{cost.memory / 2**30:.3g}{room} GiB per device")
+
+
+def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
+    """FLOP/s of one float32 matrix product on the default device: what this machine can reach; the best of `repeats`."""
+    x = jnp.ones((size, size), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(x, x))
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(product(x, x))
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+class Tracer:
+    """Starts and stops the JAX profiler at the configured steps."""
+
+    def __init__(self, config: ProfileConfig, folder: str):
+        require(config.trace_steps >= 0, "profile.trace_steps", config.trace_steps, "must be 0 (off) or positive")
+        self._config, self._folder, self._on = config, folder, False
+
+    def before(self, step: int) -> None:
+        """Call before each step with its global number."""
+        start, stop = self._config.trace_start, self._config.trace_start + self._config.trace_steps
+        if not self._on and start <= step < stop:
+            jax.profiler.start_trace(self._folder)
+            self._on = True
+        elif self._on and step >= stop:
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is still running."""
+        if self._on:
+            jax.profiler.stop_trace()
+            self._on = False

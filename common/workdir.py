@@ -1,0 +1,147 @@
+"""A run's folder: what is in it, and what may change when a run is started there again."""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from common import config as config_lib
+from common.config import ConfigError
+from common.mesh import is_lead
+from common.writer import read_events
+
+# Length, cadence and logging may change between attempts; everything else would change what a run is.
+SAFE_KEYS = ("run.steps", "run.log_every", "run.save_every", "run.trackers", "run.debug", "checkpoint", "profile")
+
+
+@dataclass
+class Workdir:
+    """An opened run folder. `attempt` counts the times a run was started here, from 1."""
+
+    path: epath.Path
+    attempt: int
+    _lock: Any = field(default=None, repr=False)
+
+    @property
+    def checkpoints(self) -> epath.Path:
+        return self.path / "checkpoints"
+
+    def mark_done(self, step: int) -> None:
+        """Writes DONE: the run reached its last step, or its data or its guard ended it for good."""
+        if is_lead():
+            (self.path / "DONE").write_text(json.dumps({"step": step}) + "\n")
+
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def is_done(path: str | epath.Path) -> bool:
+    """Whether the run in this folder is finished."""
+    return (epath.Path(path) / "DONE").exists()
+
+
+def _done_at(folder: epath.Path) -> int:
+    return int(json.loads((folder / "DONE").read_text())["step"])
+
+
+def open_workdir(path: str, config: ConfigDict) -> Workdir:
+    """Creates or re-opens a run folder, and writes `config.json`.
+
+    Raises: ConfigError when another process is using the folder, when it was started with another config (the
+    differences are listed; SAFE_KEYS may differ), or when it cannot be written.
+    """
+    folder = epath.Path(path)
+    saved = folder / "config.json"
+    if saved.exists():
+        check_same(folder, config)
+    lock = None
+    if is_lead():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(folder)
+            _write_config(saved, config)
+            if is_done(folder) and _done_at(folder) < config.run.steps:  # a longer run was asked for
+                (folder / "DONE").unlink()
+        except OSError as error:
+            raise ConfigError(f"--workdir={path}: cannot be written ({error.strerror or error})") from None
+    return Workdir(folder, 1 + max((event["attempt"] for event in read_events(folder)), default=0), lock)
+
+
+def check_same(folder: epath.Path, config: ConfigDict) -> None:
+    """Raises ConfigError listing how `config` differs from the one this folder was started with."""
+    differences = config_lib.diff(saved_config(folder), config, ignore=SAFE_KEYS)
+    if differences:
+        raise ConfigError(
+            f"--workdir={folder}: holds a run with another config ({'; '.join(differences)}); "
+            "use another workdir, or the old values"
+        )
+
+
+def saved_config(folder: str | epath.Path) -> ConfigDict:
+    """The config a run folder was started with. Raises ConfigError when it holds none that can be read."""
+    file = epath.Path(folder) / "config.json"
+    try:
+        return config_lib.from_json(json.dumps(json.loads(file.read_text())["config"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file}: not a run's config ({type(error).__name__})") from None
+
+
+def _write_config(file: epath.Path, config: ConfigDict) -> None:
+    content = {"config": json.loads(config_lib.to_json(config)), "environment": environment()}
+    temporary = file.parent / f"{file.name}.tmp"
+    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    temporary.replace(file)
+
+
+def _lock(folder: epath.Path) -> Any:
+    """Holds `.lock` until the process ends; local disks only (object stores have no locks)."""
+    if "://" in str(folder):
+        return None
+    handle = open(os.fspath(folder / ".lock"), "a+")  # noqa: SIM115 - held open for the whole run
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.seek(0)
+        owner = handle.read().strip() or "another process"
+        handle.close()
+        raise ConfigError(f"--workdir={folder}: in use by {owner}; wait for it or use another workdir") from None
+    handle.truncate(0)
+    handle.write(f"process {os.getpid()}")
+    handle.flush()
+    return handle
+
+
+def environment() -> dict[str, Any]:
+    """Git revision, versions, devices and command line: what else a result depends on."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {
+        "git": _git(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "device": jax.devices()[0].device_kind,
+        "device_count": jax.device_count(),
+        "process_count": jax.process_count(),
+        "command": sys.argv,
+    }
+
+
+def _git() -> str:
+    """Revision of the source tree, '+' appended when it has uncommitted changes, '' outside a checkout."""
+    command = ["git", "-C", os.path.dirname(__file__)]
+    try:
+        revision = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        status = subprocess.run([*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return revision.stdout.strip() + ("+" if status.stdout.strip() else "")

@@ -1,0 +1,1 @@
+"""Contrastive goal-conditioned RL with very deep networks (arXiv 2503.14858)."""

@@ -1,0 +1,1 @@
+"""When diffusion models generalise and when they memorize (arXiv 2505.17638)."""

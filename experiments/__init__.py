@@ -1,0 +1,1 @@
+"""One file per paper figure or table, and the programs that run them."""

@@ -1,0 +1,1 @@
+"""Decoder language models with gated attention (arXiv 2505.06708)."""
