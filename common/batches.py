@@ -11,12 +11,15 @@ from common.config import require
 Arrays = Mapping[str, np.ndarray]
 
 
-def array_batches(arrays: Arrays, batch_size: int, seed: int, name: str = "batch") -> Callable[[int], Iterator[Arrays]]:
+def array_batches(
+    arrays: Arrays, batch_size: int, seed: int, name: str = "batch"
+) -> Callable[[int], Iterator[Arrays]]:
     """A `Task.batches` over equal-length arrays: `batches(step)` starts at that global step.
 
-    Example j of the endless stream is row perm_e[j mod n], e = j div n, with perm_e a permutation drawn from (seed, e): every row is
-    seen once per epoch, no partial batch is dropped (a batch may span two epochs), and a resumed run goes on exactly
-    where it stopped. With several processes each yields its own slice of the same global batch.
+    Example j of the endless stream is row perm_e[j mod n], e = j div n, with perm_e a permutation drawn from
+    (seed, e): every row is seen once per epoch, no partial batch is dropped (a batch may span two epochs),
+    and a resumed run goes on exactly where it stopped. With several processes each yields its own slice of
+    the same global batch.
 
     Raises: ConfigError when the arrays are empty, of unequal length, or batch_size < 1.
     """

@@ -5,6 +5,7 @@ and shape, leaf by leaf, before anything is loaded. Each checkpoint is a folder 
 whole (orbax renames a temporary folder) and is then sealed; one that does not match its seal is not used.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from common.seal import CorruptCheckpoint, first_line
 from common.sharding import path_of
 
 PyTree = Any
+# Orbax logs the traceback of a failed write once per layer; the error itself reaches us.
+logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,10 @@ class Checkpoints:
         mode = config.best_mode
         require(mode in ("min", "max"), "checkpoint.best_mode", mode, "must be min or max")
         self.folder, self._config = epath.Path(folder), config
-        self._pending: tuple[int, Any, dict[str, float]] | None = None
-        # Kept in memory: while the lead seals and prunes, the disk may answer each process differently.
-        self._saved = set(self.steps())
+        self._pending: tuple[int, Any] | None = None
+        # Saved steps and their metrics, in memory: while the lead seals and prunes, the disk may answer each process
+        # differently, and they must all decide alike.
+        self._saved = {step: self._metrics(step) for step in self.steps()}
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first; temporary and unsealed folders are not complete."""
@@ -64,8 +68,10 @@ class Checkpoints:
         """
         self.wait()
         if step in self._saved:
-            if metrics and is_lead():
-                seal.write(self.folder / str(step), metrics)
+            if metrics:
+                self._saved[step] = dict(metrics)
+                if is_lead():
+                    seal.write(self.folder / str(step), metrics)
             return
         target = self.folder / str(step)
         if is_lead() and target.exists():  # left behind by a run that was killed before it was sealed
@@ -74,47 +80,46 @@ class Checkpoints:
         copy = jax.default_backend() == "cpu"
         leaves = {path: leaf.copy() if copy else leaf for path, leaf in flatten(state).items() if leaf.size}
         try:
-            self._pending = (step, ocp.save_async(target, leaves), dict(metrics or {}))
+            self._pending = (step, ocp.save_async(target, leaves))
         except Exception as error:
             raise self._failure(step, error) from error
-        self._saved.add(step)
+        self._saved[step] = dict(metrics or {})
 
     def wait(self) -> None:
         """Waits for the save in progress, seals it and drops the checkpoints no longer kept. Raises its errors."""
         if self._pending is None:
             return
-        (step, response, metrics), self._pending = self._pending, None
+        (step, response), self._pending = self._pending, None
         try:
             response.result()
             if is_lead():
-                seal.write(self.folder / str(step), metrics)
+                seal.write(self.folder / str(step), self._saved[step])
         except Exception as error:
             raise self._failure(step, error) from error
-        if is_lead():
-            self._prune()
+        self._prune()
 
     def _failure(self, step: int, error: Exception) -> OSError:
-        self._saved.discard(step)
+        self._saved.pop(step, None)
         kept = self.steps()
         last = f"the last complete one is {kept[-1]}" if kept else "there is no earlier one"
         return OSError(f"checkpoint {self.folder / str(step)} could not be written ({first_line(error)}); {last}")
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
-        """Whether `metrics` hold a `best_metric` better than that of every complete checkpoint."""
-        value, best = metrics.get(self._config.best_metric, math.nan), self.best()
-        if not math.isfinite(value) or best is None:
-            return math.isfinite(value)
-        kept = self._metrics(best)[self._config.best_metric]
-        return value < kept if self._config.best_mode == "min" else value > kept
+        """Whether `metrics` hold a `best_metric` that is better than those of all kept checkpoints."""
+        best = self.best()
+        score = self._score(metrics)
+        return math.isfinite(score) and (best is None or score < self._score(self._saved[best]))
 
     def best(self) -> int | None:
         """The step with the best value of `best_metric`; NaN is never best; None if nothing was measured."""
-        values = {}
-        for step in self.steps():
-            value = self._metrics(step).get(self._config.best_metric, math.nan)
-            if math.isfinite(value):
-                values[step] = value if self._config.best_mode == "min" else -value
-        return min(values, key=lambda step: (values[step], -step)) if values else None
+        scores = {step: self._score(metrics) for step, metrics in self._saved.items()}
+        measured = [step for step, score in scores.items() if math.isfinite(score)]
+        return min(measured, key=lambda step: (scores[step], -step)) if measured else None
+
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        """The smaller, the better."""
+        value = metrics.get(self._config.best_metric, math.nan)
+        return value if self._config.best_mode == "min" else -value
 
     def _metrics(self, step: int) -> dict[str, float]:
         try:
@@ -123,11 +128,11 @@ class Checkpoints:
             return {}
 
     def _prune(self) -> None:
-        steps = self.steps()
-        keep = {*steps[-self._config.keep :], self.best()}
-        for step in steps:
-            if step not in keep:
-                seal.remove(self.folder / str(step))  # first, so that a kill half-way leaves no false checkpoint
+        keep = {*sorted(self._saved)[-self._config.keep :], self.best()}
+        for step in self._saved.keys() - keep:
+            del self._saved[step]
+            if is_lead():
+                seal.remove(self.folder / str(step))  # first: a kill half-way then leaves no false checkpoint
                 (self.folder / str(step)).rmtree()
 
     def restore_newest(self, like: PyTree, shardings: PyTree) -> tuple[int, PyTree, list[str]]:
@@ -150,7 +155,7 @@ class Checkpoints:
 
     def discard(self, keep_up_to: int) -> None:
         """Removes what is newer than step `keep_up_to` or not sealed: it would be in the way of new saves."""
-        self._saved = {step for step in self._saved if step <= keep_up_to}
+        self._saved = {step: metrics for step, metrics in self._saved.items() if step <= keep_up_to}
         if not is_lead():
             return
         for path in [*self._unsealed(), *(self.folder / str(s) for s in self.steps() if s > keep_up_to)]:
@@ -231,18 +236,20 @@ def _load(folder: epath.Path, wanted: dict[str, jax.ShapeDtypeStruct], only: str
 
 def _compare(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first differences in names, shapes or types between checkpoint and run."""
-    problems = [f"{path} is missing from it" for path in wanted if path not in saved]
-    problems += [f"{path} is in it, but not in this run" for path in saved if path not in wanted]
-    for path in wanted.keys() & saved.keys():
-        target = wanted[path]
+    problems = []
+    for path, target in wanted.items():
+        if path not in saved:
+            problems.append(f"{path} is missing from it")
+            continue
         if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):  # stored as raw words
             target = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(target.shape, target.dtype))
         ours, theirs = _signature(target), _signature(saved[path])
         if ours != theirs:
             problems.append(f"{path} is {theirs} in it and {ours} in this run")
+    problems += [f"{path} is in it, but not in this run" for path in saved if path not in wanted]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        first = "; ".join(sorted(problems)[:3])
+        first = "; ".join(problems[:3])
         raise ConfigError(f"checkpoint {folder} does not fit this config: {first}{more}")
 
 

@@ -1,7 +1,7 @@
 """Configs: load a file, apply overrides, lock, compare, save.
 
-A config is an `ml_collections.ConfigDict`. Whatever is wrong with one is a `ConfigError` of a single line that
-names the field, the value and what is allowed, and is raised before any compute is spent.
+A config is an `ml_collections.ConfigDict`. Whatever is wrong with one is a `ConfigError` of a single line
+that names the field, the value and what is allowed, and is raised before any compute is spent.
 """
 
 import ast
@@ -55,7 +55,8 @@ def load_module(path: str) -> types.ModuleType:
 
 
 def load(spec: str) -> ConfigDict:
-    """The config that `path.py` or `path.py:arg=value,…` builds by its `get_config(**args)`, or one saved as `path.json`."""
+    """The config that `path.py` or `path.py:arg=value,…` builds by its `get_config(**args)`, or one saved as
+    `path.json`."""
     if spec.endswith(".json"):
         return _load_saved(pathlib.Path(spec))
     path, _, arg = spec.partition(":")
@@ -77,8 +78,13 @@ def _load_saved(file: pathlib.Path) -> ConfigDict:
 
 def parse_arguments(arg: str, function: typing.Callable[..., Any], path: str) -> dict[str, Any]:
     """Parses 'n=128,width=64' into keyword arguments of `function`, with the types of its defaults."""
-    defaults = dict(zip(reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
-                        reversed(function.__defaults__ or ()), strict=False))
+    defaults = dict(
+        zip(
+            reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
+            reversed(function.__defaults__ or ()),
+            strict=False,
+        )
+    )
     parsed = {}
     for item in filter(None, arg.split(",")):
         name, equals, text = item.partition("=")
@@ -94,7 +100,7 @@ def parse_value(text: str, like: Any, field: str) -> Any:
     if isinstance(like, str):
         return text
     try:
-        value = {"true": True, "false": False}.get(text.lower(), None) if isinstance(like, bool) else None
+        value = {"true": True, "false": False}.get(text.lower()) if isinstance(like, bool) else None
         value = ast.literal_eval(text) if value is None else value
     except (ValueError, SyntaxError):
         if like is None:
@@ -106,7 +112,7 @@ def parse_value(text: str, like: Any, field: str) -> Any:
 def coerce(value: Any, like: Any, field: str) -> Any:
     """`value` with the type of `like`: int → float and list ↔ tuple are allowed, nothing lossy is."""
     kind = type(like)
-    if like is None or value is None and like is None:
+    if like is None or (value is None and like is None):
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -143,7 +149,9 @@ def override(config: ConfigDict, overrides: Mapping[str, Any], prefix: str = "co
         current = node[parts[-1]]
         field = f"--{prefix}.{key}"
         if isinstance(current, ConfigDict):
-            raise ConfigError(f"{field}={value!r}: a section cannot be replaced; set one of {sorted(current)}")
+            raise ConfigError(
+                f"{field}={value!r}: a section cannot be replaced; set one of {sorted(current)}"
+            )
         parse = isinstance(value, str) and not isinstance(current, str)
         new = parse_value(value, current, field) if parse else coerce(value, current, field)
         with node.ignore_type():
@@ -197,7 +205,9 @@ def to_json(config: ConfigDict) -> str:
 def from_json(text: str) -> ConfigDict:
     """The config that `to_json` wrote."""
     decoded = _decode(json.loads(text))
-    require(isinstance(decoded, ConfigDict), "config.json", type(decoded).__name__, "must hold one JSON object")
+    require(
+        isinstance(decoded, ConfigDict), "config.json", type(decoded).__name__, "must hold one JSON object"
+    )
     return decoded
 
 
@@ -210,9 +220,14 @@ def _encode(value: Any) -> Any:
         return {"__tuple__": [_encode(item) for item in value]}
     if isinstance(value, list):
         return [_encode(item) for item in value]
-    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
+    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
         return {"__float__": repr(float(value))}
-    require(value is None or isinstance(value, bool | int | float | str), "config", value, "cannot be saved as JSON")
+    require(
+        value is None or isinstance(value, bool | int | float | str),
+        "config",
+        value,
+        "cannot be saved as JSON",
+    )
     return value
 
 

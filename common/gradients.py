@@ -19,9 +19,9 @@ def mean_value_and_grad(
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """(mean loss, gradients of it, auxiliary means) of `loss` over microbatches and devices.
 
-    `loss` returns sums, never means, and its weight (number of examples or of unmasked tokens): the sums are added up over
-    microbatches and devices and divided once, so parts of unequal weight give the gradient of the whole batch.
-    Peak memory holds the activations of one microbatch and one extra copy of the gradients.
+    `loss` returns sums, never means, and its weight (number of examples or of unmasked tokens): the sums are
+    added up over microbatches and devices and divided once, so parts of unequal weight give the gradient of
+    the whole batch. Peak memory holds the activations of one microbatch and one extra copy of the gradients.
     """
     grad = jax.value_and_grad(loss, has_aux=True)
     if microbatches == 1:
@@ -39,18 +39,25 @@ def mean_value_and_grad(
         (total, weight, aux, grads), _ = jax.lax.scan(add, zeros, parts)
     total, weight, aux, grads = psum((total, weight, aux, grads), axis)
     scale = 1.0 / jnp.maximum(weight, 1e-9)
-    return total * scale, jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), jax.tree.map(
-        lambda a: a * scale, aux
+    return (
+        total * scale,
+        jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads),
+        jax.tree.map(lambda a: a * scale, aux),
     )
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
-    """(B, …) → (parts, B/parts, …), part i holding rows i, i + parts, …: every device keeps rows of every part."""
+    """(B, …) → (parts, B/parts, …), part i holding rows i, i + parts, …: every device keeps rows of every
+    part."""
     return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
 
 
 def check_microbatches(batch_size: int, microbatches: int, shards: int) -> None:
     """Raises ConfigError unless every device's share of the batch splits into equal microbatches."""
     require(microbatches >= 1, "optim.microbatches", microbatches, "must be at least 1")
-    require(batch_size % (microbatches * shards) == 0, "optim.microbatches", microbatches,
-            f"times {shards} devices must divide the batch of {batch_size}")
+    require(
+        batch_size % (microbatches * shards) == 0,
+        "optim.microbatches",
+        microbatches,
+        f"times {shards} devices must divide the batch of {batch_size}",
+    )

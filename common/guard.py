@@ -1,7 +1,8 @@
 """Watches one metric inside the compiled step: what to do about a non-finite value or a spike.
 
-The decision is part of the step: it is taken on the device from values that are the same on all of them, and its counters live
-in the state, so it cannot hang a sharded run, differ between devices, or be forgotten by a restart.
+The decision is part of the step: it is taken on the device from values that are the same on all of them, and
+its counters live in the state, so it cannot hang a sharded run, differ between devices, or be forgotten by a
+restart.
 """
 
 from collections.abc import Mapping
@@ -27,9 +28,11 @@ class GuardConfig:
     """What to do about bad updates.
 
     Attributes:
-      metric: the step metric that is watched.
-      nonfinite, spike: the action: off; alert (apply the update, write an event); skip (drop the update, write an event, go on
-        with the next batch); stop (drop the update, save, end the run with exit code 3).
+      metric: the step metric that is watched for spikes.
+      nonfinite, spike: the action where any metric of the step (loss, gradient norm, …) is not finite, or where
+        `metric` spikes: off; alert (apply the update, write an event); skip (drop the update,
+        write an event, go on with the next batch); stop (drop the update, save, end the run with exit code
+        3).
       spike_factor: a value above `spike_factor` × the median of the last `window` good values is a spike.
       window: number of values the median is taken over; no spike is called before it is full.
       max_consecutive: so many bad updates in a row end the run whatever the action.
@@ -44,7 +47,8 @@ class GuardConfig:
 
 
 class GuardState(struct.PyTreeNode):
-    """Counters of one run. `bad_steps` holds the last 8 bad global steps (0-based), −1 where there was none."""
+    """Counters of one run. `bad_steps` holds the last 8 bad global steps (0-based), −1 where there was
+    none."""
 
     bad: jax.Array
     stops: jax.Array
@@ -61,7 +65,9 @@ def check(config: GuardConfig) -> None:
         require(value in ACTIONS, f"guard.{field}", value, f"must be one of {', '.join(ACTIONS)}")
     require(config.spike_factor > 1, "guard.spike_factor", config.spike_factor, "must be above 1")
     require(config.window >= 4, "guard.window", config.window, "must be at least 4")
-    require(config.max_consecutive >= 1, "guard.max_consecutive", config.max_consecutive, "must be at least 1")
+    require(
+        config.max_consecutive >= 1, "guard.max_consecutive", config.max_consecutive, "must be at least 1"
+    )
 
 
 def attach(task: Task, config: GuardConfig) -> Task:
@@ -72,7 +78,9 @@ def attach(task: Task, config: GuardConfig) -> Task:
 
     def init(key: jax.Array) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
-        guard = GuardState(zero, zero, zero, jnp.full((_REMEMBERED,), -1, jnp.int32), jnp.zeros((config.window,)), zero)
+        guard = GuardState(
+            zero, zero, zero, jnp.full((_REMEMBERED,), -1, jnp.int32), jnp.zeros((config.window,)), zero
+        )
         return task.init(key).replace(guard=guard)
 
     return replace(task, init=init, step=_guarded(task.step, config))
@@ -83,7 +91,8 @@ def _guarded(step: Step, config: GuardConfig) -> Step:
         new, metrics = step(state, batch)
         require(config.metric in metrics, "guard.metric", config.metric, f"must be one of {sorted(metrics)}")
         value = jnp.asarray(metrics[config.metric], jnp.float32)
-        nonfinite = ~(jnp.isfinite(value) & all_finite(new.params)) & (config.nonfinite != "off")
+        # Of the metrics, not of the new parameters: the choice below then fuses into the update and costs nothing.
+        nonfinite = ~all_finite(metrics) & (config.nonfinite != "off")
         spike = _is_spike(state.guard, value, config) & ~nonfinite & (config.spike != "off")
         drop = (nonfinite & (config.nonfinite != "alert")) | (spike & (config.spike != "alert"))
         old = state.replace(step=new.step, guard=new.guard)
@@ -133,7 +142,8 @@ class Judgement:
 class Judge:
     """Turns the guard's counters, read one log step after the other, into new bad steps and a reason to stop.
 
-    `start` holds the counters of the state a run begins with: what an earlier attempt reported is not reported again.
+    `start` holds the counters of the state a run begins with: what an earlier attempt reported is not
+    reported again.
     """
 
     def __init__(self, config: GuardConfig, start: GuardState | Mapping[str, Any]):

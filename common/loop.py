@@ -127,7 +127,7 @@ class _Loop:
             self.watchdog.beat(f"batch of step {self.step + 1}")
             batch = None if batches is None else self._next(batches)
             if batches is not None and batch is None:
-                return self._finish("preempted" if self.stop.agreed(self.step) else "data ended", measured)
+                return self._finish("preempted" if self.stop.requested else "data ended", measured)
             self.watchdog.beat(f"step {self.step + 1}")
             self.tracer.before(self.step)
             self.state, step_metrics = self.compiled(self.state, batch)

@@ -1,7 +1,7 @@
 """Processes, devices and the mesh: the only file that asks JAX where it runs.
 
-The mesh has four axes. `data` and `fsdp` split the batch, `fsdp` and `tensor` split parameters, `expert` splits
-experts; an axis of size 1 costs nothing.
+The mesh has four axes. `data` and `fsdp` split the batch, `fsdp` and `tensor` split parameters, `expert`
+splits experts; an axis of size 1 costs nothing.
 """
 
 import os
@@ -35,8 +35,8 @@ class ParallelConfig:
 def initialize_distributed() -> None:
     """Joins the other processes of a multi-process run; call before any device is touched.
 
-    SLURM, Open MPI, TPU pods and Kubernetes are detected by JAX; `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
-    `JAX_PROCESS_ID` name the processes by hand. Does nothing for a single process.
+    SLURM, Open MPI, TPU pods and Kubernetes are detected by JAX; `JAX_COORDINATOR_ADDRESS`,
+    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name the processes by hand. Does nothing for a single process.
     """
     count = os.environ.get("JAX_NUM_PROCESSES")
     if count is not None:
@@ -44,9 +44,11 @@ def initialize_distributed() -> None:
         require(address is not None, "JAX_COORDINATOR_ADDRESS", address, "set it to host:port of process 0")
         require(process is not None, "JAX_PROCESS_ID", process, f"set it to 0 … {count}-1")
         jax.distributed.initialize(address, int(count), int(process or 0))
-    elif int(os.environ.get("SLURM_NTASKS", 1)) > 1 or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        jax.distributed.initialize()
-    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+    elif (
+        int(os.environ.get("SLURM_NTASKS", 1)) > 1
+        or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+        or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    ):
         jax.distributed.initialize()
 
 
@@ -76,13 +78,24 @@ def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = Non
         require(size == -1 or size >= 1, f"parallel.{axis}", size, "must be at least 1, or -1 to infer it")
     known = int(np.prod([size for size in sizes.values() if size != -1]))
     if inferred:
-        require(len(devices) % known == 0, "parallel", sizes, f"{known} does not divide {len(devices)} devices")
+        require(
+            len(devices) % known == 0, "parallel", sizes, f"{known} does not divide {len(devices)} devices"
+        )
         sizes[inferred[0]] = len(devices) // known
     product = int(np.prod(list(sizes.values())))
-    require(product == len(devices), "parallel", sizes, f"multiplies to {product}, but there are {len(devices)} devices")
+    require(
+        product == len(devices),
+        "parallel",
+        sizes,
+        f"multiplies to {product}, but there are {len(devices)} devices",
+    )
     if config.mode != "jit":
-        require(sizes["data"] == product, "parallel.mode", config.mode,
-                "replicates parameters: use it with the data axis only, or mode=jit")
+        require(
+            sizes["data"] == product,
+            "parallel.mode",
+            config.mode,
+            "replicates parameters: use it with the data axis only, or mode=jit",
+        )
     shape = tuple(sizes[axis] for axis in AXES)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
@@ -96,8 +109,12 @@ def check_batch(mesh: Mesh, batch_size: int, field: str) -> None:
     """Raises ConfigError unless the global batch divides evenly over the mesh's batch axes."""
     shards = batch_shards(mesh)
     require(batch_size >= 1, field, batch_size, "must be at least 1")
-    require(batch_size % shards == 0, field, batch_size,
-            f"must be a multiple of {shards} (mesh axes data={mesh.shape['data']} × fsdp={mesh.shape['fsdp']})")
+    require(
+        batch_size % shards == 0,
+        field,
+        batch_size,
+        f"must be a multiple of {shards} (mesh axes data={mesh.shape['data']} × fsdp={mesh.shape['fsdp']})",
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

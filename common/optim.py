@@ -51,9 +51,9 @@ class OptimConfig:
 def learning_rate(config: OptimConfig, total_steps: int) -> Callable[[Any], jax.Array]:
     """The schedule lr(k) of update k = 0 … N−1, N = `total_steps`, w = `warmup_steps`.
 
-    k < w: lr·(k+1)/w. Then, with x = (k−w)/(N−1−w): cosine has lr·(e + (1−e)(1+cos πx)/2), which reaches the end value e·lr
-    exactly at the last update N−1; wsd is constant up to update N−1−D, D = decay_fraction·N, and falls linearly to e·lr
-    at N−1.
+    k < w: lr·(k+1)/w. Then, with x = (k−w)/(N−1−w): cosine has lr·(e + (1−e)(1+cos πx)/2), which reaches the
+    end value e·lr exactly at the last update N−1; wsd is constant up to update N−1−D, D = decay_fraction·N,
+    and falls linearly to e·lr at N−1.
     """
     _check_schedule(config, total_steps)
     warmup, last = config.warmup_steps, total_steps - 1
@@ -76,20 +76,36 @@ def learning_rate(config: OptimConfig, total_steps: int) -> Callable[[Any], jax.
 
 
 def _check_schedule(config: OptimConfig, total_steps: int) -> None:
-    require(config.schedule in SCHEDULES, "optim.schedule", config.schedule, f"must be one of {', '.join(SCHEDULES)}")
+    require(
+        config.schedule in SCHEDULES,
+        "optim.schedule",
+        config.schedule,
+        f"must be one of {', '.join(SCHEDULES)}",
+    )
     require(config.lr > 0, "optim.lr", config.lr, "must be positive")
-    require(0 <= config.warmup_steps <= total_steps, "optim.warmup_steps", config.warmup_steps,
-            f"must be between 0 and run.steps={total_steps}")
+    require(
+        0 <= config.warmup_steps <= total_steps,
+        "optim.warmup_steps",
+        config.warmup_steps,
+        f"must be between 0 and run.steps={total_steps}",
+    )
     require(0 <= config.end_factor <= 1, "optim.end_factor", config.end_factor, "must be between 0 and 1")
-    require(0 < config.decay_fraction <= 1, "optim.decay_fraction", config.decay_fraction, "must be in (0, 1]")
+    require(
+        0 < config.decay_fraction <= 1, "optim.decay_fraction", config.decay_fraction, "must be in (0, 1]"
+    )
 
 
 def make_optimizer(config: OptimConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip → optimizer → decay → learning rate, as `config` says. Raises ConfigError for an impossible field."""
+    """Clip → optimizer → decay → learning rate, as `config` says. Raises ConfigError for an impossible
+    field."""
     require(config.name in OPTIMIZERS, "optim.name", config.name, f"must be one of {', '.join(OPTIMIZERS)}")
     require(config.clip_norm >= 0, "optim.clip_norm", config.clip_norm, "must be 0 (off) or positive")
-    require(config.weight_decay == 0 or config.name == "adamw", "optim.weight_decay", config.weight_decay,
-            "only adamw decays weights")
+    require(
+        config.weight_decay == 0 or config.name == "adamw",
+        "optim.weight_decay",
+        config.weight_decay,
+        "only adamw decays weights",
+    )
     parts = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     if config.name == "sgd":
         require(0 <= config.momentum < 1, "optim.momentum", config.momentum, "must be in [0, 1)")

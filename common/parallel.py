@@ -1,9 +1,9 @@
 """One step, three ways to compile it: jit (global view), shard_map and pmap (per device).
 
 A step is written in the global view. It calls `pmean`, `psum`, `all_gather` and `row_ids` with the axis that
-`reduce_axis(mode)` gives: None under jit, where the compiler places the collectives and these are no-ops, and "data" in the
-per-device modes. Gradients are reduced explicitly, so shard_map runs with `check_vma=False`: with the check on, a
-`pmean` of gradients comes out as many times too large as there are devices.
+`reduce_axis(mode)` gives: None under jit, where the compiler places the collectives and these are no-ops, and
+"data" in the per-device modes. Gradients are reduced explicitly, so shard_map runs with `check_vma=False`:
+with the check on, a `pmean` of gradients comes out as many times too large as there are devices.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from common.mesh import BATCH_AXES, batch_shards, batch_sharding, replicated
+from common.mesh import BATCH_AXES, batch_sharding, batch_shards, replicated
 
 PyTree = Any
 
@@ -62,7 +62,8 @@ def compile_step(
     """Compiles `step(state, batch) -> (state, metrics)` ahead of time; the state is donated (not under pmap).
 
     Args:
-      state, batch: ShapeDtypeStructs of the global arrays; `batch` is None for a step that makes its own data.
+      state, batch: ShapeDtypeStructs of the global arrays; `batch` is None for a step that makes its own
+        data.
       shardings: of the state, from `common.sharding.state_shardings`.
     Returns: a compiled function, which cannot recompile: another shape or dtype is an error.
     """

@@ -15,7 +15,8 @@ from common.config import require
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """A trace for TensorBoard / Perfetto of `trace_steps` steps from `trace_start`, in `<workdir>/trace`; 0 is off."""
+    """A trace for TensorBoard / Perfetto of `trace_steps` steps from `trace_start`, in `<workdir>/trace`; 0
+    is off."""
 
     trace_start: int = 10
     trace_steps: int = 0
@@ -27,8 +28,8 @@ class Cost:
 
     Attributes:
       parameters: number of parameters.
-      flops: floating-point operations of one step on all devices, as XLA counts them (a scan's body once per iteration only
-        where XLA knows the trip count); 0 where the backend does not say.
+      flops: floating-point operations of one step on all devices, as XLA counts them (a scan's body once per
+        iteration only where XLA knows the trip count); 0 where the backend does not say.
       memory: bytes of arguments, outputs and temporaries on one device.
       available: bytes one device has; 0 where the backend does not say.
     """
@@ -69,20 +70,27 @@ def device_memory(device: jax.Device) -> int:
 
 def check_fits(cost: Cost) -> None:
     """Raises ConfigError when one step cannot fit on a device."""
-    require(cost.available == 0 or cost.memory <= cost.available, "one step needs GiB per device",
-            round(cost.memory / 2**30, 2), f"there are {cost.available / 2**30:.2f}: lower the batch, raise "
-            "optim.microbatches, or shard parameters with parallel.fsdp")
+    require(
+        cost.available == 0 or cost.memory <= cost.available,
+        "one step needs GiB per device",
+        round(cost.memory / 2**30, 2),
+        f"there are {cost.available / 2**30:.2f}: lower the batch, raise "
+        "optim.microbatches, or shard parameters with parallel.fsdp",
+    )
 
 
 def describe(cost: Cost) -> str:
     """One line for the console."""
     room = f" of {cost.available / 2**30:.1f}" if cost.available else ""
-    return (f"{cost.parameters:,} parameters, {cost.flops / 1e9:.3g} GFLOP per step, "
-            f"{cost.memory / 2**30:.3g}{room} GiB per device")
+    return (
+        f"{cost.parameters:,} parameters, {cost.flops / 1e9:.3g} GFLOP per step, "
+        f"{cost.memory / 2**30:.3g}{room} GiB per device"
+    )
 
 
 def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
-    """FLOP/s of one float32 matrix product on the default device: what this machine can reach; the best of `repeats`."""
+    """FLOP/s of one float32 matrix product on the default device: what this machine can reach; the best of
+    `repeats`."""
     x = jnp.ones((size, size), jnp.float32)
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(x, x))
@@ -98,7 +106,9 @@ class Tracer:
     """Starts and stops the JAX profiler at the configured steps."""
 
     def __init__(self, config: ProfileConfig, folder: str):
-        require(config.trace_steps >= 0, "profile.trace_steps", config.trace_steps, "must be 0 (off) or positive")
+        require(
+            config.trace_steps >= 0, "profile.trace_steps", config.trace_steps, "must be 0 (off) or positive"
+        )
         self._config, self._folder, self._on = config, folder, False
 
     def before(self, step: int) -> None:

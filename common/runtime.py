@@ -7,7 +7,8 @@ CORES = "TRIPTYCH_CORES"
 
 
 def configure() -> None:
-    """Sets a persistent compile cache (the user's JAX_COMPILATION_CACHE_DIR wins), and quiets C++ start-up logs.
+    """Sets a persistent compile cache (the user's JAX_COMPILATION_CACHE_DIR wins), and quiets C++ start-up
+    logs.
 
     TRIPTYCH_CORES="0,1" keeps the process on those cores: XLA sizes its thread pool by them.
     """

@@ -18,10 +18,10 @@ _AXES = TrainState(step=None, params=0, opt_state=0, key=0, extra=0, guard=0)  #
 def vmap_seeds(tasks: Sequence[Task]) -> Task:
     """One task that trains `len(tasks)` seeds of the same network side by side.
 
-    The tasks may differ in data and evaluation, not in step or shapes. Every leaf of the state except `step`, every
-    batch leaf and every metric has a leading axis of seeds; batches are cut over devices along their second axis.
-    `init` takes an array of keys, one a seed. A seed's keys and batches are those it has alone, so results agree to rounding
-    with separate runs.
+    The tasks may differ in data and evaluation, not in step or shapes. Every leaf of the state except `step`,
+    every batch leaf and every metric has a leading axis of seeds; batches are cut over devices along their
+    second axis. `init` takes an array of keys, one a seed. A seed's keys and batches are those it has alone,
+    so results agree to rounding with separate runs.
     """
     require(len(tasks) >= 1, "run.num_seeds", len(tasks), "must be at least 1")
     first = tasks[0]
@@ -45,7 +45,9 @@ def vmap_seeds(tasks: Sequence[Task]) -> Task:
     )
 
 
-def _zipped(streams: Sequence[Callable[[int], Iterator[Batch]] | None]) -> Callable[[int], Iterator[Batch]] | None:
+def _zipped(
+    streams: Sequence[Callable[[int], Iterator[Batch]] | None],
+) -> Callable[[int], Iterator[Batch]] | None:
     starts = [stream for stream in streams if stream is not None]
     if not starts:
         return None

@@ -18,9 +18,9 @@ _FSDP_MIN_SIZE = 2**14
 class ShardingRules:
     """Rules `(pattern, spec)`: the first pattern found in a leaf's path decides.
 
-    `spec` holds one mesh axis name (or None) per dimension, from the left. A leaf no rule matches is split over the
-    `fsdp` axis along its largest divisible dimension if it has at least `fsdp_min_size` elements. Optimizer moments
-    repeat the parameter's path, so they follow the same rule.
+    `spec` holds one mesh axis name (or None) per dimension, from the left. A leaf no rule matches is split
+    over the `fsdp` axis along its largest divisible dimension if it has at least `fsdp_min_size` elements.
+    Optimizer moments repeat the parameter's path, so they follow the same rule.
     """
 
     rules: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
@@ -58,8 +58,12 @@ def _checked(path: str, pattern: str, spec: tuple[str | None, ...], leaf: Any, m
     require(len(spec) <= leaf.ndim, field, spec, f"has more entries than the shape {leaf.shape}")
     for size, axis in zip(leaf.shape, spec, strict=False):
         require(axis is None or axis in mesh.shape, field, axis, f"must be one of {tuple(mesh.shape)}")
-        require(axis is None or size % mesh.shape[axis] == 0, field, axis,
-                f"has size {mesh.shape.get(axis)}, which does not divide {size} of the shape {leaf.shape}")
+        require(
+            axis is None or size % mesh.shape[axis] == 0,
+            field,
+            axis,
+            f"has size {mesh.shape.get(axis)}, which does not divide {size} of the shape {leaf.shape}",
+        )
     return PartitionSpec(*spec)
 
 

@@ -17,8 +17,8 @@ class TrainState(struct.PyTreeNode):
       step: int32 scalar, updates done so far.
       params: any pytree; several networks are a dict of trees.
       opt_state: the optimizer's state, keyed like `params` where there are several.
-      key: typed PRNG key, constant through the run. Streams are derived, never threaded, so that a restored or
-        rolled-back state replays exactly.
+      key: typed PRNG key, constant through the run. Streams are derived, never threaded, so that a restored
+        or rolled-back state replays exactly.
       extra: what else a task carries (EMA, environments, replay buffer).
       guard: the counters and window of `common.guard`.
     """

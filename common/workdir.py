@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,16 +12,29 @@ from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from common import config as config_lib
 from common.config import ConfigError
-from common.mesh import is_lead
+from common.mesh import from_lead, is_lead
 from common.writer import read_events
 
-# Length, cadence and logging may change between attempts; everything else would change what a run is.
-SAFE_KEYS = ("run.steps", "run.log_every", "run.save_every", "run.trackers", "run.debug", "checkpoint", "profile")
+# Length, cadence, logging and the devices may change between attempts; everything else would change what a run is.
+SAFE_KEYS = (
+    "run.steps",
+    "run.log_every",
+    "run.save_every",
+    "run.trackers",
+    "run.debug",
+    "run.stall_timeout",
+    "checkpoint",
+    "parallel",
+    "profile",
+)
+_TOKEN = ".processes"
 
 
 @dataclass
@@ -36,9 +50,9 @@ class Workdir:
         return self.path / "checkpoints"
 
     def mark_done(self, step: int) -> None:
-        """Writes DONE: the run reached its last step, or its data or its guard ended it for good."""
+        """Writes DONE: the run reached its last step, or its data ended."""
         if is_lead():
-            (self.path / "DONE").write_text(json.dumps({"step": step}) + "\n")
+            _write(self.path / "DONE", json.dumps({"step": step}) + "\n")
 
     def close(self) -> None:
         """Lets another process use the folder."""
@@ -58,12 +72,13 @@ def _done_at(folder: epath.Path) -> int:
 def open_workdir(path: str, config: ConfigDict) -> Workdir:
     """Creates or re-opens a run folder, and writes `config.json`.
 
-    Raises: ConfigError when another process is using the folder, when it was started with another config (the
-    differences are listed; SAFE_KEYS may differ), or when it cannot be written.
+    Raises: ConfigError when another run is using the folder, when it was started with another config (the
+    differences are listed; SAFE_KEYS may differ), when it cannot be written, or when the processes of one run do not
+    all see the same folder.
     """
     folder = epath.Path(path)
     saved = folder / "config.json"
-    if saved.exists():
+    if saved.exists() and _has_begun(folder):
         check_same(folder, config)
     lock = None
     if is_lead():
@@ -75,7 +90,14 @@ def open_workdir(path: str, config: ConfigDict) -> Workdir:
                 (folder / "DONE").unlink()
         except OSError as error:
             raise ConfigError(f"--workdir={path}: cannot be written ({error.strerror or error})") from None
+    _check_shared(folder)
     return Workdir(folder, 1 + max((event["attempt"] for event in read_events(folder)), default=0), lock)
+
+
+def _has_begun(folder: epath.Path) -> bool:
+    """Whether there is anything to lose: an attempt that was refused before its first step leaves nothing."""
+    rows = folder / "metrics.jsonl"
+    return (folder / "checkpoints").exists() or (rows.exists() and rows.stat().length > 0)
 
 
 def check_same(folder: epath.Path, config: ConfigDict) -> None:
@@ -99,9 +121,31 @@ def saved_config(folder: str | epath.Path) -> ConfigDict:
 
 def _write_config(file: epath.Path, config: ConfigDict) -> None:
     content = {"config": json.loads(config_lib.to_json(config)), "environment": environment()}
+    _write(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(file: epath.Path, text: str) -> None:
+    """Whole or not at all."""
     temporary = file.parent / f"{file.name}.tmp"
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    temporary.write_text(text)
     temporary.replace(file)
+
+
+def _check_shared(folder: epath.Path) -> None:
+    """Raises ConfigError, in every process, if one of them does not find in its folder what the lead wrote."""
+    if jax.process_count() == 1:
+        return
+    token = from_lead(secrets.randbelow(2**31))
+    if is_lead():
+        _write(folder / _TOKEN, str(token))
+    multihost_utils.sync_global_devices("the lead has written its token")
+    file = folder / _TOKEN
+    found = file.exists() and file.read_text() == str(token)
+    everywhere = np.ravel(multihost_utils.process_allgather(np.array(found)))
+    others = [str(process) for process, sees in enumerate(everywhere) if not sees]
+    if others:
+        raise ConfigError(f"--workdir={folder}: process {', '.join(others)} does not see the folder of process 0; "
+                          "all processes need one shared folder")
 
 
 def _lock(folder: epath.Path) -> Any:

@@ -1,4 +1,4 @@
-"""How much of what a model generates is copied: the gap ratio, the memorized fraction and its interval.
+"""How much of what a model generates is copied: the gap ratio and the memorized fraction.
 
 What the measure cannot see (paper notes): a training image that has a near-duplicate is its own second
 neighbour, so copies of it are not flagged; nor are flips, crops and partial copies, which are far away in
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from common.config import require
 
@@ -31,13 +30,6 @@ class GapRatios(NamedTuple):
     ratio: jax.Array
     nearest: jax.Array
     distance: jax.Array
-
-
-class Interval(NamedTuple):
-    """The two ends of a confidence interval."""
-
-    low: float
-    high: float
 
 
 def gap_ratio(
@@ -115,21 +107,3 @@ def memorized_fraction(ratios: jax.Array, threshold: float = 1 / 3) -> jax.Array
     """The share of `ratios` below `threshold` (paper eq. 6, k = 1/3); NaN if any of them is NaN."""
     ratios = jnp.asarray(ratios)
     return jnp.where(jnp.isnan(ratios), jnp.nan, (ratios < threshold).astype(jnp.float32)).mean()
-
-
-def bootstrap_interval(
-    values: np.ndarray, num_resamples: int = 1000, level: float = 0.95, seed: int = 0
-) -> Interval:
-    """The percentile bootstrap interval of the mean of `values` (m,): same input and seed, same interval.
-
-    It resamples what was seen: where all values are equal (no sample memorized) it has no width.
-    """
-    values = np.asarray(values, np.float64)
-    require(values.ndim == 1 and values.size >= 1, "values.shape", values.shape, "one axis, at least 1 value")
-    require(num_resamples >= 1, "num_resamples", num_resamples, "at least 1")
-    require(0 < level < 1, "level", level, "strictly between 0 and 1")
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, values.size, (num_resamples, values.size), dtype=np.int32)
-    tail = (1 - level) / 2
-    low, high = np.quantile(values[rows].mean(axis=1), [tail, 1 - tail])
-    return Interval(float(low), float(high))

@@ -1,4 +1,4 @@
-"""The diffusion experiments as a `Task`: noise prediction on a training subset, with the paper's two curves as evals."""
+"""The diffusion experiments as a `Task`: noise prediction on a training subset."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from optax import apply_updates
 
-from common import schedule, train_state
+from common import train_state
 from common.batches import array_batches
 from common.config import require, view
 from common.gradients import check_microbatches, mean_value_and_grad
@@ -20,9 +20,10 @@ from common.mesh import batch_shards, check_batch
 from common.metrics import global_norm
 from common.optim import OptimConfig, make_optimizer
 from common.parallel import reduce_axis, row_ids, row_keys
-from common.task import Batch, Eval, Task
+from common.task import Batch, Task
 from common.train_state import TrainState
-from diffusion_mem import data, denoisers, fid, loss, memorization, sampler
+from diffusion_mem import data, denoisers, loss
+from diffusion_mem.evaluate import make_evals
 from diffusion_mem.process import NoisePredictor, Process, ddpm_process
 
 
@@ -33,7 +34,7 @@ class DataConfig:
     Attributes:
       index: which subset of size n (rows index·n … of the pool), as in the official code.
       per_seed: draw the pool's order from the seed, so that seeds differ in their images as well.
-      batch_size: images per update; at most n are taken: 0 is the full batch, n.
+      batch_size: images per update, min(batch_size, n) as in the paper; 0 is the full batch, n.
     """
 
     name: str = "digits"
@@ -61,34 +62,8 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """When and how samples and losses are measured.
-
-    Attributes:
-      milestones, first: so many log-spaced steps from `first` to `run.steps`, as in the paper's Fig. 2.
-      samples: generated at every milestone.
-      sampler_steps: DDIM steps.
-      features: of the Fréchet distance to the held-out images: "pixels" or "random-conv".
-      threshold: a sample is memorized when its gap ratio is below it (paper: 1/3).
-      loss_time: the OU time at which train and test loss are compared (paper: 0.01).
-      noise_draws: per image, for that loss (paper: 5).
-      gallery: samples kept as an artifact at every milestone, with their nearest training images.
-    """
-
-    milestones: int = 20
-    first: int = 100
-    samples: int = 512
-    sampler_steps: int = 50
-    features: str = "pixels"
-    threshold: float = 1 / 3
-    loss_time: float = 0.01
-    noise_draws: int = 5
-    gallery: int = 8
-
-
-@dataclass(frozen=True)
 class Predictor:
-    """A network as the function losses and samplers take; equal networks compare equal, so seeds share compiled code."""
+    """A network as losses and samplers take it; equal networks are equal, so seeds share compiled code."""
 
     network: nn.Module
 
@@ -100,17 +75,12 @@ class Predictor:
 def build(config: ConfigDict, mesh: Mesh) -> Task:
     """The task of one seed. Raises ConfigError before any compute for a field that cannot be used."""
     settings, optim = view(config.data, DataConfig, "data"), view(config.optim, OptimConfig, "optim")
-    model = view(config.model, ModelConfig, "model")
-    for field in ("width", "blocks"):
-        require(getattr(model, field) >= 1, f"model.{field}", getattr(model, field), "must be at least 1")
     images = data.load(settings.name)
     train = _subset(images, settings, config.run.seed)
-    batch_size = min(settings.batch_size, settings.n) or settings.n
-    require(settings.batch_size >= 0, "data.batch_size", settings.batch_size, "must be 0 (full batch) or positive")
-    check_batch(mesh, batch_size, "data.batch_size")
+    batch_size = _batch_size(settings, mesh)
     check_microbatches(batch_size, optim.microbatches, batch_shards(mesh))
     process = ddpm_process(**vars(view(config.process, ProcessConfig, "process")))
-    network = denoisers.ResidualMLP(model.width, model.blocks)
+    network = _network(view(config.model, ModelConfig, "model"))
     predict = Predictor(network)
     optimizer = make_optimizer(optim, max(config.run.steps, 1))
 
@@ -123,9 +93,23 @@ def build(config: ConfigDict, mesh: Mesh) -> Task:
         init=init,
         step=_step(predict, process, optimizer, optim.microbatches, reduce_axis(config.parallel.mode)),
         batches=array_batches({"image": train}, batch_size, config.run.seed, "data.batch_size"),
-        evals=_evals(config, predict, process, train, images),
+        evals=make_evals(config, predict, process, train, images),
         examples_per_step=batch_size,
     )
+
+
+def _network(model: ModelConfig) -> nn.Module:
+    require(model.width >= 1, "model.width", model.width, "must be at least 1")
+    require(model.blocks >= 1, "model.blocks", model.blocks, "must be at least 1")
+    return denoisers.ResidualMLP(model.width, model.blocks)
+
+
+def _batch_size(settings: DataConfig, mesh: Mesh) -> int:
+    size = settings.batch_size
+    require(size >= 0, "data.batch_size", size, "must be positive, or 0 for the full batch")
+    batch_size = min(size, settings.n) or settings.n
+    check_batch(mesh, batch_size, "data.batch_size")
+    return batch_size
 
 
 def _subset(images: data.ImageData, settings: DataConfig, seed: int) -> np.ndarray:
@@ -135,7 +119,9 @@ def _subset(images: data.ImageData, settings: DataConfig, seed: int) -> np.ndarr
     return data.subset(pool, settings.n, settings.index)
 
 
-def _step(predict: NoisePredictor, process: Process, optimizer: Any, microbatches: int, axis: str | None) -> Any:
+def _step(
+    predict: NoisePredictor, process: Process, optimizer: Any, microbatches: int, axis: str | None
+) -> Any:
     def sum_loss(params: Any, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
         losses = loss.epsilon_loss(predict, params, process, batch["image"], batch["key"])
         return losses.sum(), (jnp.asarray(losses.size, jnp.float32), {})
@@ -150,47 +136,3 @@ def _step(predict: NoisePredictor, process: Process, optimizer: Any, microbatche
         return new, {"loss": value, "gradient_norm": global_norm(grads)}
 
     return step
-
-
-def _evals(
-    config: ConfigDict, predict: NoisePredictor, process: Process, train: np.ndarray, images: data.ImageData
-) -> dict[str, Eval]:
-    settings = view(config.evaluate, EvaluateConfig, "evaluate")
-    first = min(settings.first, config.run.steps)
-    when = schedule.log_spaced(settings.milestones, first, config.run.steps)
-    step = process.nearest_step(settings.loss_time)
-    extract = fid.features(settings.features)
-    real = fid.gaussian_stats(extract(images.test), settings.features)
-    train_images, test_images = jnp.asarray(train), jnp.asarray(images.test)
-
-    def losses(state: TrainState) -> Mapping[str, Any]:
-        """Train and test loss at one noise level, with common noise draws at all times (Fig. 2, lower row)."""
-        key = train_state.named_key(state.key, "fixed_time_loss")
-        on = {"train": train_images, "test": test_images}
-        return {
-            name: loss.fixed_time_loss(predict, state.params, process, x, step, key, settings.noise_draws).mean
-            for name, x in on.items()
-        }
-
-    def generated(state: TrainState) -> Mapping[str, Any]:
-        """Fréchet distance and memorized fraction of fresh samples (Fig. 2, upper row)."""
-        key = train_state.named_key(state.key, "samples")
-        samples = sampler.sample(
-            predict, state.params, process, key, settings.samples, images.shape, settings.sampler_steps, 512
-        )
-        ratios = memorization.gap_ratio(samples, train_images)
-        memorized = np.asarray(ratios.ratio) < settings.threshold
-        interval = memorization.bootstrap_interval(memorized, seed=config.run.seed)
-        clipped = np.clip(np.asarray(samples), -1, 1)
-        distance = fid.frechet_distance(fid.gaussian_stats(extract(clipped), settings.features), real)
-        shown = slice(0, settings.gallery)
-        return {
-            "frechet": distance.value,
-            "memorized": memorized.mean(),
-            "memorized_low": interval.low,
-            "memorized_high": interval.high,
-            "samples": clipped[shown],
-            "nearest": train[np.asarray(ratios.nearest)[shown]],
-        }
-
-    return {"loss": Eval(losses, when), "sample": Eval(generated, when)}

@@ -18,7 +18,8 @@ from common.workdir import is_done
 
 
 def run_all(configs: Mapping[str, ConfigDict], folder: Path, jobs: int = 0) -> dict[str, str]:
-    """Trains each config in `folder/<name>`; finished ones are skipped. Gives {name: last line of its error} of those that failed.
+    """Trains each config in `folder/<name>`; finished ones are skipped. Gives {name: last line of its error}
+    of those that failed.
 
     Args:
       jobs: runs at a time; 0 is one a core, or one where there is a GPU or TPU.
@@ -76,7 +77,9 @@ def _shares(width: int) -> list[set[int] | None]:
     return [set(cores[i::width]) or {cores[i % len(cores)]} for i in range(width)]
 
 
-def _run(name: str, config: ConfigDict, workdir: Path, cores: set[int] | None, children: set[subprocess.Popen]) -> str:
+def _run(
+    name: str, config: ConfigDict, workdir: Path, cores: set[int] | None, children: set[subprocess.Popen]
+) -> str:
     """'' on success, else the last line of standard error."""
     workdir.parent.mkdir(parents=True, exist_ok=True)
     request, log = (workdir.parent / f"{name}{suffix}" for suffix in (".json", ".log"))
@@ -91,7 +94,9 @@ def _run(name: str, config: ConfigDict, workdir: Path, cores: set[int] | None, c
         children.discard(child)
     if code == 0 and is_done(str(workdir)):
         seconds = time.time() - started
-        print(f"{name}: {config.run.steps} steps, {config.run.num_seeds} seeds in {seconds:.0f} s", flush=True)
+        print(
+            f"{name}: {config.run.steps} steps, {config.run.num_seeds} seeds in {seconds:.0f} s", flush=True
+        )
         return ""
     lines = log.read_text().strip().splitlines()
     error = lines[-1] if lines else f"exit code {code}"

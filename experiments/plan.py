@@ -32,9 +32,12 @@ def cost_of(config: ConfigDict) -> profile.Cost:
 
 
 def show(configs: Sequence[tuple[str, ConfigDict]]) -> None:
-    """Prints one row a run: parameters, steps, FLOPs, memory, and time for the updates at half the measured matrix-product rate."""
+    """Prints one row a run: parameters, steps, FLOPs, memory, and time for the updates at half the measured
+    matrix-product rate."""
     rate = profile.matmul_rate() * jax.device_count()
-    table = Table("run", "seeds", "steps", "parameters", "FLOP / step", "FLOP", "GiB / device", "minutes of updates")
+    table = Table(
+        "run", "seeds", "steps", "parameters", "FLOP / step", "FLOP", "GiB / device", "minutes of updates"
+    )
     minutes = 0.0
     for name, config in configs:
         cost = cost_of(config)
@@ -42,9 +45,16 @@ def show(configs: Sequence[tuple[str, ConfigDict]]) -> None:
         expected = total / (_EFFICIENCY * rate) / 60
         minutes += expected
         numbers = (cost.flops, total, cost.memory / 2**30, expected)
-        table.add_row(name, str(config.run.num_seeds), f"{config.run.steps:,}", f"{cost.parameters:,}",
-                      *(f"{number:.3g}" for number in numbers))
+        table.add_row(
+            name,
+            str(config.run.num_seeds),
+            f"{config.run.steps:,}",
+            f"{cost.parameters:,}",
+            *(f"{number:.3g}" for number in numbers),
+        )
     console = Console()
     console.print(table)
-    console.print(f"This machine multiplies float32 matrices at {rate / 1e9:.0f} GFLOP/s. At half of that the updates take "
-                  f"{minutes:.1f} minutes; evaluation comes on top.")
+    console.print(
+        f"This machine multiplies float32 matrices at {rate / 1e9:.0f} GFLOP/s. At half of that the updates take "
+        f"{minutes:.1f} minutes; evaluation comes on top."
+    )

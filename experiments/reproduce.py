@@ -1,6 +1,7 @@
 """Reproduces one figure: sweep → runs (those that are DONE are skipped) → figure, CSV, verdict, HTML report.
 
-python -m experiments.reproduce diffusion_mem/fig2_memorization_window --scale=cpu [--seeds=5] [--jobs=2] [--out=results] [--dry_run]
+python -m experiments.reproduce diffusion_mem/fig2_memorization_window --scale=cpu [--seeds=5] [--jobs=2]
+[--out=results] [--dry_run]
 """
 
 import argparse
@@ -30,7 +31,9 @@ _ROOT = Path(__file__).parent
 
 def load_figure(name: str) -> ModuleType:
     """The module of `<paper>/<figure>`. Raises ConfigError with the nearest name there is."""
-    known = [f"{file.parent.name}/{file.stem}" for file in _ROOT.glob("*/*.py") if file.stem[:3] in ("fig", "tab")]
+    known = [
+        f"{file.parent.name}/{file.stem}" for file in _ROOT.glob("*/*.py") if file.stem[:3] in ("fig", "tab")
+    ]
     require(name in known, "figure", name, f"no such figure{nearest(name, known)}")
     return config_lib.load_module(str(_ROOT / f"{name}.py"))
 
@@ -72,11 +75,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.reproduce", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("figure", help="<paper>/<figure>, e.g. diffusion_mem/fig2_memorization_window")
     parser.add_argument("--scale", default="cpu", help="tiny, cpu, gpu or paper, as far as the figure has it")
     parser.add_argument("--seeds", type=int, help="seeds of each run (default: the figure's)")
-    parser.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one a core, one with a GPU)")
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="runs at a time (default: one a core, one with a GPU)"
+    )
     parser.add_argument("--out", default="results", help="results go to <out>/<paper>/<figure>/<scale>")
     parser.add_argument("--dry_run", action="store_true", help="print the runs with their cost and stop")
     return parser
@@ -104,16 +111,21 @@ def _reproduce(
 
 
 def _claims(figure: ModuleType, scale: str, runs: Sequence[Run], failures: dict[str, str]) -> list[Claim]:
-    """The figure's claims; at a scale that is too small to claim anything, or with runs missing, all are NOT_RUN."""
+    """The figure's claims; at a scale that is too small to claim anything, or with runs missing, all are
+    NOT_RUN."""
     if not runs:
         return []
     claims = figure.CLAIM(runs)
     if scale in figure.CLAIMED_SCALES and not failures:
         return claims
-    return [Claim(c.statement, c.paper_value, c.measured, c.interval, c.seeds, Verdict.NOT_RUN) for c in claims]
+    return [
+        Claim(c.statement, c.paper_value, c.measured, c.interval, c.seeds, Verdict.NOT_RUN) for c in claims
+    ]
 
 
-def _add_runs(report: Report, names: dict[str, ConfigDict], done: Sequence[Run], failures: dict[str, str]) -> None:
+def _add_runs(
+    report: Report, names: dict[str, ConfigDict], done: Sequence[Run], failures: dict[str, str]
+) -> None:
     by_name = {run.name: run for run in done}
     rows = []
     for name, config in names.items():
@@ -128,7 +140,9 @@ def _print(claims: Sequence[Claim], failures: dict[str, str], page: Path, second
     for claim in claims:
         measured = f"{claim.measured:.3g}" if isinstance(claim.measured, float) else str(claim.measured)
         interval = f" [{claim.interval[0]:.3g}, {claim.interval[1]:.3g}]" if claim.interval else ""
-        print(f"{claim.verdict.upper():>24}  {claim.statement}: measured {measured}{interval}, paper {claim.paper_value}")
+        print(
+            f"{claim.verdict.upper():>24}  {claim.statement}: measured {measured}{interval}, paper {claim.paper_value}"
+        )
     for name, reason in failures.items():
         print(f"{'FAILED':>24}  {name}: {reason}")
     print(f"{overall(claims).upper():>24}  over all claims, in {seconds:.0f} s; report: {page}")

@@ -15,7 +15,8 @@ PAPERS = ("gated_lm", "crl_deep", "diffusion_mem")
 
 
 def build(config: ConfigDict, mesh: Mesh) -> Task:
-    """The task that `config.task` names; with `run.num_seeds` > 1 the vmapped task of seeds `run.seed`, `run.seed + 1`, …"""
+    """The task that `config.task` names; with `run.num_seeds` > 1 the vmapped task of seeds `run.seed`,
+    `run.seed + 1`, …"""
     require(config.task in PAPERS, "config.task", config.task, f"must be one of {', '.join(PAPERS)}")
     package = importlib.import_module(f"{config.task}.task")
     guards = config_lib.view(config.guard, guard.GuardConfig, "guard")

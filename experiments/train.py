@@ -1,4 +1,5 @@
-"""Trains one config: `python -m experiments.train --config=FILE.py:arg=value --config.section.key=value --workdir=DIR`."""
+"""Trains one config: `python -m experiments.train --config=FILE.py:arg=value --config.section.key=value
+--workdir=DIR`."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from common.mesh import ParallelConfig, initialize_distributed, is_lead, make_me
 from common.report import run_report  # noqa: E402
 from experiments.tasks import build  # noqa: E402
 
-USAGE = "usage: python -m experiments.train --config=FILE.py[:arg=value,…] [--config.key=value …] --workdir=DIR"
+USAGE = (
+    "usage: python -m experiments.train --config=FILE.py[:arg=value,…] [--config.key=value …] --workdir=DIR"
+)
 
 
 def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
@@ -25,7 +28,9 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
     flags: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
-        config_lib.require(argument.startswith("--") and bool(equals), "argument", argument, f"not --name=value; {USAGE}")
+        config_lib.require(
+            argument.startswith("--") and bool(equals), "argument", argument, f"not --name=value; {USAGE}"
+        )
         known = name in ("config", "workdir") or name.startswith("config.")
         config_lib.require(known, "argument", argument, f"unknown; {USAGE}")
         flags[name] = value
@@ -50,7 +55,8 @@ def run(config: ConfigDict, workdir: str) -> Outcome:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 finished or preempted with everything saved, 1 a write failed, 2 wrong input, 3 the guard's stop."""
+    """Exit code: 0 finished or preempted with everything saved, 1 a write failed, 2 wrong input, 3 the
+    guard's stop."""
     try:
         config, workdir = parse(arguments)
         initialize_distributed()

@@ -76,7 +76,9 @@ def test_device_reductions_equal_the_whole():
         }
         return metrics.reduce(made | {"plain": jnp.max(x)}, "data")
 
-    pooled = metrics.to_host(jax.pmap(pool, axis_name="data", out_axes=None)(parts))
+    on_device = jax.pmap(pool, axis_name="data", out_axes=None)(parts)
+    assert on_device["mean"].count == 256  # so that it still merges with other batches
+    pooled = metrics.to_host(on_device)
     whole = VALUES[:256].astype(np.float64)
     assert pooled.pop("histogram")["counts"] == np.histogram(whole, 7, (-3, 9))[0].tolist()
     expected = {"mean": whole.mean(), "sum": whole.sum(), "max": whole.max(), "min": whole.min()}
@@ -115,9 +117,9 @@ def test_weights_of_another_rank_are_refused():
 
 def test_bfloat16_values_are_summed_in_float32():
     """512 ones: a bfloat16 running sum stops at 256."""
-    summed = jax.lax.scan(lambda c, x: (c.merge(Sum.of(x)), None), Sum.of(0.0), jnp.ones(512, jnp.bfloat16))[
-        0
-    ]
+    summed = jax.lax.scan(
+        lambda c, x: (c.merge(Sum.of(x)), None), Sum.of(jnp.bfloat16(0)), jnp.ones(512, jnp.bfloat16)
+    )[0]
     assert metrics.to_host({"x": summed})["x"] == 512
 
 

@@ -155,7 +155,13 @@ def test_a_run_report_shows_curves_changes_events_and_environment(tmp_path):
     defaults.optim.lr = 0.1
     (tmp_path / "run" / "DONE").write_text("{}")
     parsed = _Page(run_report(tmp_path / "run", defaults).read_text())
-    for shown in ("finished · step 1,000 · 1 attempt", "eval fid/value", "3.5", "optim.lr: 0.1 → 0.5", ATTACK):
+    for shown in (
+        "finished · step 1,000 · 1 attempt",
+        "eval fid/value",
+        "3.5",
+        "optim.lr: 0.1 → 0.5",
+        ATTACK,
+    ):
         assert shown in parsed.text
     for shown in ("alert", "abc+", "0.10.2", "run.steps", "30", "0.001, 0.002"):
         assert shown in parsed.text

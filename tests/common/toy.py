@@ -36,7 +36,11 @@ def config(**overrides) -> ConfigDict:
 def data(rows: int = ROWS, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, DIM)).astype(np.float32)
-    return {"x": x, "y": (x @ rng.normal(size=(DIM, 1))).astype(np.float32), "id": np.arange(rows, dtype=np.int32)}
+    return {
+        "x": x,
+        "y": (x @ rng.normal(size=(DIM, 1))).astype(np.float32),
+        "id": np.arange(rows, dtype=np.int32),
+    }
 
 
 def build(c: ConfigDict, mesh: Mesh, evals=None, arrays=None) -> Task:
@@ -48,13 +52,19 @@ def build(c: ConfigDict, mesh: Mesh, evals=None, arrays=None) -> Task:
     def init(key: jax.Array) -> TrainState:
         keys = jax.random.split(key)
         params = {
-            "hidden": {"kernel": jax.random.normal(keys[0], (DIM, c.width)) / DIM**0.5, "bias": jnp.zeros(c.width)},
+            "hidden": {
+                "kernel": jax.random.normal(keys[0], (DIM, c.width)) / DIM**0.5,
+                "bias": jnp.zeros(c.width),
+            },
             "out": {"kernel": jax.random.normal(keys[1], (c.width, 1)) / c.width**0.5},
         }
         return train_state.create(params, optimizer.init(params), key)
 
     def predict(params, x):
-        return jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"][None]) @ params["out"]["kernel"]
+        return (
+            jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"][None])
+            @ params["out"]["kernel"]
+        )
 
     def sum_loss(params, batch):
         noise = jax.vmap(lambda k: jax.random.normal(k, (DIM,)))(batch["key"])
