@@ -12,7 +12,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def array_batches(
-    arrays: Arrays, batch_size: int, seed: int, name: str = "batch"
+    arrays: Arrays, batch_size: int, seed: int, field: str = "batch_size"
 ) -> Callable[[int], Iterator[Arrays]]:
     """A `Task.batches` over equal-length arrays: `batches(step)` starts at that global step.
 
@@ -21,17 +21,16 @@ def array_batches(
     and a resumed run goes on exactly where it stopped. With several processes each yields its own slice of
     the same global batch.
 
+    Args: `field` is the config field of the batch size, for messages.
     Raises: ConfigError when the arrays are empty, of unequal length, or batch_size < 1.
     """
     lengths = {key: len(value) for key, value in arrays.items()}
-    require(len(set(lengths.values())) == 1, name, lengths, "arrays must have one length")
+    require(len(set(lengths.values())) == 1, "rows of the data", lengths, "arrays must have one length")
     count = next(iter(lengths.values()))
-    require(count >= 1, name, lengths, "there is no example")
-    require(batch_size >= 1, f"{name}_size", batch_size, "must be at least 1")
-    local = slice(
-        batch_size * jax.process_index() // jax.process_count(),
-        batch_size * (jax.process_index() + 1) // jax.process_count(),
-    )
+    require(count >= 1, "rows of the data", lengths, "there is no example")
+    require(batch_size >= 1, field, batch_size, "must be at least 1")
+    process, processes = jax.process_index(), jax.process_count()
+    local = slice(batch_size * process // processes, batch_size * (process + 1) // processes)
 
     def batches(start_step: int) -> Iterator[Arrays]:
         order = _Order(count, seed)
@@ -50,12 +49,13 @@ class _Order:
         self._permutations: dict[int, np.ndarray] = {}
 
     def rows(self, start: int, size: int) -> np.ndarray:
-        epochs = range(start // self._count, (start + size - 1) // self._count + 1)
+        """Rows of the examples start … start + size − 1."""
+        count, stop = self._count, start + size
+        epochs = range(start // count, (stop - 1) // count + 1)
         kept = self._permutations
         self._permutations = {e: kept[e] if e in kept else self._draw(e) for e in epochs}
-        stream = np.concatenate([self._permutations[e] for e in epochs])
-        offset = start - epochs[0] * self._count
-        return stream[offset : offset + size]
+        parts = [self._permutations[e][max(start - e * count, 0) : stop - e * count] for e in epochs]
+        return np.concatenate(parts)
 
     def _draw(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self._count)

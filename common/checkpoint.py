@@ -225,6 +225,9 @@ def _load(folder: epath.Path, wanted: dict[str, jax.ShapeDtypeStruct], only: str
         raise CorruptCheckpoint(f"{folder} has unreadable metadata ({first_line(error)})") from error
     _compare(folder, stored, {path: meta for path, meta in saved.items() if path.startswith(only)})
     context = ocp.Context()
+    # Each process reads its own shards and waits for no other: one that is slow is then the one that is late.
+    context.multiprocessing.active_processes = {jax.process_index()}
+    context.multiprocessing.primary_host = jax.process_index()
     context.pytree.loading.partial_load = bool(only)
     try:
         with context:

@@ -9,11 +9,15 @@ import dataclasses
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import json
+import math
 import pathlib
+import re
+import sys
+import traceback
 import types
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
@@ -31,7 +35,7 @@ def require(ok: bool, field: str, value: Any, allowed: str) -> None:
         raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """The hint ' (did you mean x?)' for the known name closest to `name`, or the list of known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -42,67 +46,97 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
 
 def load_module(path: str) -> types.ModuleType:
     """Imports the Python file at `path`; a missing file or one that fails to import is a `ConfigError`."""
-    file = pathlib.Path(path)
-    if not file.is_file():
-        siblings = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise ConfigError(f"--config={path}: no such file{nearest(file.name, siblings)}")
+    file = _existing(path)
     spec = importlib.util.spec_from_file_location(f"_config_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"--config={path}: not a Python file")
+        raise ConfigError(f"--config={path}: must be a Python file (.py) or a saved config (.json)")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    _run(path, "the file", lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     return module
 
 
 def load(spec: str) -> ConfigDict:
-    """The config that `path.py` or `path.py:arg=value,…` builds by its `get_config(**args)`, or one saved as
-    `path.json`."""
+    """The config of `file.py`, `file.py:name=value,…` (arguments of get_config) or of a saved `file.json`."""
     if spec.endswith(".json"):
-        return _load_saved(pathlib.Path(spec))
-    path, _, arg = spec.partition(":")
+        return _load_saved(spec)
+    path, _, text = spec.partition(":")
     module = load_module(path)
     if not hasattr(module, "get_config"):
         raise ConfigError(f"--config={path}: the file has no get_config()")
-    return module.get_config(**parse_arguments(arg, module.get_config, path))
+    arguments = parse_arguments(text, module.get_config, path)
+    config = _run(path, "get_config()", lambda: module.get_config(**arguments))
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(
+            f"--config={path}: get_config() must return a ConfigDict, not {type(config).__name__}"
+        )
+    return config
 
 
-def _load_saved(file: pathlib.Path) -> ConfigDict:
-    """What `to_json` or a run folder's config.json holds."""
-    require(file.is_file(), "--config", str(file), "no such file")
+def _existing(path: str) -> pathlib.Path:
+    file = pathlib.Path(path)
+    if not file.is_file():
+        siblings = [p.name for p in file.parent.glob(f"*{file.suffix}")] if file.parent.is_dir() else []
+        raise ConfigError(f"--config={path}: no such file{nearest(file.name, siblings)}")
+    return file
+
+
+def _run(path: str, what: str, function: Callable[[], Any]) -> Any:
+    """Calls into the user's file; what it raises becomes one line that says where."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return function()
+    except ConfigError:
+        raise
+    except Exception as error:
+        name = str(pathlib.Path(path))
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(name)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        where = f" at line {line}" if line else ""
+        text = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+        raise ConfigError(f"--config={path}: {what} fails{where} ({type(error).__name__}: {text})") from error
+
+
+def _load_saved(path: str) -> ConfigDict:
+    """What `to_json` or a run folder's config.json holds."""
+    try:
+        content = json.loads(_existing(path).read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError(f"--config={file}: not JSON ({error})") from None
+        raise ConfigError(f"--config={path}: not JSON ({error})") from None
     return from_json(json.dumps(content.get("config", content) if isinstance(content, dict) else content))
 
 
-def parse_arguments(arg: str, function: typing.Callable[..., Any], path: str) -> dict[str, Any]:
-    """Parses 'n=128,width=64' into keyword arguments of `function`, with the types of its defaults."""
-    defaults = dict(
-        zip(
-            reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
-            reversed(function.__defaults__ or ()),
-            strict=False,
-        )
-    )
+def parse_arguments(text: str, function: Callable[..., Any], path: str) -> dict[str, Any]:
+    """Parses 'n=128,sizes=(1, 2)' into keyword arguments of `function`, with the types of its defaults."""
+    parameters = inspect.signature(function).parameters
+    defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
     parsed = {}
-    for item in filter(None, arg.split(",")):
-        name, equals, text = item.partition("=")
+    for item in re.split(r",(?=\s*\w+\s*=)", text) if text else []:
+        name, equals, value = (part.strip() for part in item.partition("="))
         if name not in defaults:
             raise ConfigError(f"--config={path}:{item}: unknown argument {name!r}{nearest(name, defaults)}")
         require(bool(equals), f"--config={path}:{name}", item, "write it as name=value")
-        parsed[name] = parse_value(text, defaults[name], f"--config={path}:{name}")
+        parsed[name] = parse_value(value, defaults[name], f"--config={path}:{name}")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in parsed:
+            raise ConfigError(f"--config={path}: argument {name!r} is needed: --config={path}:{name}=…")
     return parsed
 
 
+_WORDS = {"true": True, "false": False, "none": None}
+
+
 def parse_value(text: str, like: Any, field: str) -> Any:
-    """Parses command-line `text` to the type of `like` (None, a placeholder, takes any Python literal)."""
+    """Parses command-line `text` to the type of `like`; None takes any Python literal, and else the text."""
     if isinstance(like, str):
         return text
     try:
-        value = {"true": True, "false": False}.get(text.lower()) if isinstance(like, bool) else None
-        value = ast.literal_eval(text) if value is None else value
-    except (ValueError, SyntaxError):
+        if isinstance(like, float):
+            return float(text)
+        word = text.strip().lower()
+        value = _WORDS[word] if word in _WORDS else ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         if like is None:
             return text
         raise ConfigError(f"{field}={text!r}: expected {_type_name(like)}") from None
@@ -112,14 +146,14 @@ def parse_value(text: str, like: Any, field: str) -> Any:
 def coerce(value: Any, like: Any, field: str) -> Any:
     """`value` with the type of `like`: int → float and list ↔ tuple are allowed, nothing lossy is."""
     kind = type(like)
-    if like is None or (value is None and like is None):
+    if like is None:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if kind in (tuple, list) and isinstance(value, tuple | list):
-        if like and value:
+        if len({type(item) for item in like}) == 1:
             value = [coerce(item, like[0], f"{field}[{i}]") for i, item in enumerate(value)]
         return kind(value)
     if type(value) is kind:
@@ -128,7 +162,13 @@ def coerce(value: Any, like: Any, field: str) -> Any:
 
 
 def _type_name(like: Any) -> str:
-    return {bool: "true or false", int: "an integer", float: "a number"}.get(type(like), type(like).__name__)
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+    names |= {
+        tuple: "a tuple, as (1, 2) or ('a',)",
+        list: "a list, as [1, 2] or ['a']",
+        dict: "a mapping, as {1: 2}",
+    }
+    return names.get(type(like), type(like).__name__)
 
 
 def override(config: ConfigDict, overrides: Mapping[str, Any], prefix: str = "config") -> None:
@@ -137,32 +177,38 @@ def override(config: ConfigDict, overrides: Mapping[str, Any], prefix: str = "co
     Raises: ConfigError for an unknown key (with the nearest real one) or a wrong type.
     """
     for key, value in overrides.items():
-        node, parts = config, key.split(".")
-        for depth, part in enumerate(parts):
-            here = ".".join([prefix, *parts[: depth + 1]])
+        *parents, leaf = key.split(".")
+        node, path = config, prefix
+        for part in parents:
+            path, node = f"{path}.{part}", node[_real_key(config, key, part, node, f"{path}.{part}")]
             if not isinstance(node, ConfigDict):
-                raise ConfigError(f"--{here}: {'.'.join([prefix, *parts[:depth]])} is a value, not a section")
-            if part not in node:
-                raise ConfigError(f"--{here}: unknown key {part!r}{_nearest_path(config, key, part, node)}")
-            if depth < len(parts) - 1:
-                node = node[part]
-        current = node[parts[-1]]
+                raise ConfigError(f"--{prefix}.{key}: {path} is a value, not a section")
         field = f"--{prefix}.{key}"
+        real = _real_key(config, key, leaf, node, f"{path}.{leaf}")
+        current = node[real]
         if isinstance(current, ConfigDict):
-            raise ConfigError(
-                f"{field}={value!r}: a section cannot be replaced; set one of {sorted(current)}"
-            )
+            keys = ", ".join(sorted(map(str, current)))
+            raise ConfigError(f"{field}={value!r}: a section cannot be replaced; set one of its keys {keys}")
         parse = isinstance(value, str) and not isinstance(current, str)
         new = parse_value(value, current, field) if parse else coerce(value, current, field)
         with node.ignore_type():
-            node[parts[-1]] = new
+            node[real] = new
 
 
-def _nearest_path(config: ConfigDict, key: str, part: str, node: ConfigDict) -> str:
-    """Prefers a real key of the same leaf name elsewhere (wrong level), then the closest sibling."""
+def _real_key(config: ConfigDict, key: str, part: str, node: ConfigDict, path: str) -> Any:
+    """The key of `node` that is written `part` on the command line (it may be an integer).
+
+    Raises: ConfigError with the closest key that has the same leaf name (wrong level or section), or else the
+    closest sibling.
+    """
+    keys = {str(real): real for real in node}
+    if part in keys:
+        return keys[part]
     leaf = key.split(".")[-1]
-    elsewhere = [path for path, _ in leaves(config) if path.split(".")[-1] == leaf]
-    return f" (did you mean {elsewhere[0]!r}?)" if elsewhere else nearest(part, node)
+    same_leaf = [known for known, _ in leaves(config) if known.split(".")[-1] == leaf]
+    close = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0)
+    hint = f" (did you mean {close[0]!r}?)" if close else nearest(part, keys)
+    raise ConfigError(f"--{path}: unknown key {part!r}{hint}")
 
 
 def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -178,13 +224,17 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def diff(old: ConfigDict, new: ConfigDict, ignore: tuple[str, ...] = ()) -> list[str]:
     """One line 'key: old → new' for each leaf that differs; `ignore` holds dotted prefixes not compared."""
     a, b = dict(leaves(old)), dict(leaves(new))
-    missing = object()
     return [
-        f"{key}: {'(absent)' if a.get(key, missing) is missing else repr(a[key])} → "
-        f"{'(absent)' if b.get(key, missing) is missing else repr(b[key])}"
+        f"{key}: {repr(a[key]) if key in a else '(absent)'} → {repr(b[key]) if key in b else '(absent)'}"
         for key in sorted(a.keys() | b.keys())
-        if a.get(key, missing) != b.get(key, missing) and not _has_prefix(key, ignore)
+        if not _has_prefix(key, ignore)
+        # Encoded, so that nan equals itself, and 1, 1.0 and True differ as they do in a fingerprint.
+        and (key not in a or key not in b or _canonical(a[key], key) != _canonical(b[key], key))
     ]
+
+
+def _canonical(value: Any, field: str) -> str:
+    return json.dumps(_encode(value, field), sort_keys=True)
 
 
 def _has_prefix(key: str, prefixes: tuple[str, ...]) -> bool:
@@ -193,17 +243,20 @@ def _has_prefix(key: str, prefixes: tuple[str, ...]) -> bool:
 
 def fingerprint(config: ConfigDict, ignore: tuple[str, ...] = ()) -> str:
     """Twelve hex digits that change when any leaf outside `ignore` does; stable across processes."""
-    kept = {key: _encode(value) for key, value in leaves(config) if not _has_prefix(key, ignore)}
+    kept = {key: _canonical(value, key) for key, value in leaves(config) if not _has_prefix(key, ignore)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def to_json(config: ConfigDict) -> str:
-    """JSON text that `from_json` turns back into an equal config: tuples and integer keys survive."""
-    return json.dumps(_encode(config), indent=2, ensure_ascii=False)
+    """JSON text that `from_json` turns back into an equal config: tuples, integer keys, nan and inf survive.
+
+    Raises: ConfigError naming the field of a value that is no number, text, tuple, list, mapping or None.
+    """
+    return json.dumps(_encode(config, "config"), indent=2, ensure_ascii=False)
 
 
 def from_json(text: str) -> ConfigDict:
-    """The config that `to_json` wrote."""
+    """The config that `to_json` wrote. Raises ValueError for text that is not JSON."""
     decoded = _decode(json.loads(text))
     require(
         isinstance(decoded, ConfigDict), "config.json", type(decoded).__name__, "must hold one JSON object"
@@ -211,22 +264,20 @@ def from_json(text: str) -> ConfigDict:
     return decoded
 
 
-def _encode(value: Any) -> Any:
-    if isinstance(value, ConfigDict):
-        return {str(key): _encode(value[key]) for key in value}
-    if isinstance(value, dict):
-        return {"__items__": [[_encode(k), _encode(v)] for k, v in value.items()]}
-    if isinstance(value, tuple):
-        return {"__tuple__": [_encode(item) for item in value]}
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
+def _encode(value: Any, field: str) -> Any:
+    if isinstance(value, ConfigDict | dict):
+        items = [(key, _encode(value[key], f"{field}.{key}")) for key in value]
+        if isinstance(value, ConfigDict) and all(isinstance(key, str) for key in value):
+            return dict(items)
+        tag = "__section__" if isinstance(value, ConfigDict) else "__items__"
+        return {tag: [[_encode(key, field), item] for key, item in items]}
+    if isinstance(value, tuple | list):
+        encoded = [_encode(item, f"{field}[{i}]") for i, item in enumerate(value)]
+        return {"__tuple__": encoded} if isinstance(value, tuple) else encoded
+    if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": repr(float(value))}
     require(
-        value is None or isinstance(value, bool | int | float | str),
-        "config",
-        value,
-        "cannot be saved as JSON",
+        value is None or isinstance(value, bool | int | float | str), field, value, "cannot be saved as JSON"
     )
     return value
 
@@ -237,13 +288,14 @@ def _decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "__items__" in value:
-        return {_decode(k): _decode(v) for k, v in value["__items__"]}
+        return {_decode(key): _decode(item) for key, item in value["__items__"]}
     if "__tuple__" in value:
         return tuple(_decode(item) for item in value["__tuple__"])
     if "__float__" in value:
         return float(value["__float__"])
-    # convert_dict=False: a plain dict leaf (it may have integer keys) must come back as a plain dict.
-    return ConfigDict({key: _decode(item) for key, item in value.items()}, convert_dict=False)
+    items = value.get("__section__", value.items())
+    # convert_dict=False: a plain dict leaf must come back as a plain dict.
+    return ConfigDict({_decode(key): _decode(item) for key, item in items}, convert_dict=False)
 
 
 def from_dataclass(instance: Any) -> ConfigDict:

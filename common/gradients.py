@@ -47,8 +47,8 @@ def mean_value_and_grad(
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
-    """(B, …) → (parts, B/parts, …), part i holding rows i, i + parts, …: every device keeps rows of every
-    part."""
+    """(B, …) → (parts, B/parts, …). Part i holds rows i, i + parts, …: no part lacks rows of a device."""
+    require(x.shape[0] % parts == 0, "optim.microbatches", parts, f"must divide the batch of {x.shape[0]}")
     return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
 
 

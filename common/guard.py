@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from common.config import require
-from common.metrics import all_finite
+from common.metrics import Metric, all_finite
 from common.task import Batch, Step, Task
 from common.train_state import TrainState
 
@@ -29,11 +29,13 @@ class GuardConfig:
 
     Attributes:
       metric: the step metric that is watched for spikes.
-      nonfinite, spike: the action where any metric of the step (loss, gradient norm, …) is not finite, or where
-        `metric` spikes: off; alert (apply the update, write an event); skip (drop the update,
-        write an event, go on with the next batch); stop (drop the update, save, end the run with exit code
-        3).
-      spike_factor: a value above `spike_factor` × the median of the last `window` good values is a spike.
+      nonfinite: the action where any metric of the step is not finite; a step should report its gradient
+        norm, which is not finite where a gradient is not.
+      spike: the action where `metric` spikes. Actions: off; alert (apply the update, write an event); skip
+        (drop the update, write an event, go on with the next batch); stop (drop the update, save, end the run
+        with exit code 3).
+      spike_factor: a value is a spike where it is above m + (spike_factor − 1)·|m|, m the median of the last
+        `window` good values; that is spike_factor · m where m is positive.
       window: number of values the median is taken over; no spike is called before it is full.
       max_consecutive: so many bad updates in a row end the run whatever the action.
     """
@@ -47,8 +49,14 @@ class GuardConfig:
 
 
 class GuardState(struct.PyTreeNode):
-    """Counters of one run. `bad_steps` holds the last 8 bad global steps (0-based), −1 where there was
-    none."""
+    """What the guard carries from step to step.
+
+    Attributes:
+      bad, stops: int32, updates found bad, and those of them whose action was stop.
+      consecutive: int32, bad updates in a row up to now.
+      bad_steps: int32[8], the newest bad steps (0-based, newest first), −1 where there was none.
+      history: float32[window], good values of the metric, a ring buffer; `seen` were put in so far.
+    """
 
     bad: jax.Array
     stops: jax.Array
@@ -77,10 +85,10 @@ def attach(task: Task, config: GuardConfig) -> Task:
         return task
 
     def init(key: jax.Array) -> TrainState:
-        zero = jnp.zeros((), jnp.int32)
-        guard = GuardState(
-            zero, zero, zero, jnp.full((_REMEMBERED,), -1, jnp.int32), jnp.zeros((config.window,)), zero
-        )
+        # Arrays of their own: a state that is donated to a step must not hold one buffer twice.
+        bad, stops, consecutive, seen = (jnp.zeros((), jnp.int32) for _ in range(4))
+        bad_steps, history = jnp.full((_REMEMBERED,), -1, jnp.int32), jnp.zeros((config.window,))
+        guard = GuardState(bad, stops, consecutive, bad_steps, history, seen)
         return task.init(key).replace(guard=guard)
 
     return replace(task, init=init, step=_guarded(task.step, config))
@@ -90,8 +98,8 @@ def _guarded(step: Step, config: GuardConfig) -> Step:
     def guarded(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Any]]:
         new, metrics = step(state, batch)
         require(config.metric in metrics, "guard.metric", config.metric, f"must be one of {sorted(metrics)}")
-        value = jnp.asarray(metrics[config.metric], jnp.float32)
-        # Of the metrics, not of the new parameters: the choice below then fuses into the update and costs nothing.
+        value = _scalar(metrics[config.metric], config.metric)
+        # Of the metrics, not of the new parameters: the choice below then fuses into the update and is free.
         nonfinite = ~all_finite(metrics) & (config.nonfinite != "off")
         spike = _is_spike(state.guard, value, config) & ~nonfinite & (config.spike != "off")
         drop = (nonfinite & (config.nonfinite != "alert")) | (spike & (config.spike != "alert"))
@@ -105,28 +113,36 @@ def _guarded(step: Step, config: GuardConfig) -> Step:
     return guarded
 
 
+def _scalar(metric: Any, name: str) -> jax.Array:
+    computed = metric.compute() if isinstance(metric, Metric) else metric
+    scalar = not isinstance(computed, Mapping) and jnp.ndim(computed) == 0
+    require(scalar, "guard.metric", name, "must be a metric with one value")
+    return jnp.asarray(computed, jnp.float32)
+
+
 def _is_spike(guard: GuardState, value: jax.Array, config: GuardConfig) -> jax.Array:
     full = guard.seen >= config.window
-    return full & (value > config.spike_factor * jnp.median(guard.history))
+    median = jnp.median(guard.history)
+    return full & (value > median + (config.spike_factor - 1) * jnp.abs(median))
 
 
 def _updated(
     guard: GuardState, step: jax.Array, bad: jax.Array, stop: jax.Array, value: jax.Array
 ) -> GuardState:
+    good = ~bad & jnp.isfinite(value)
     slot = guard.seen % guard.history.shape[0]
-    good_history = guard.history.at[slot].set(value)
     return GuardState(
         bad=guard.bad + bad,
         stops=guard.stops + stop,
         consecutive=jnp.where(bad, guard.consecutive + 1, 0),
         bad_steps=jnp.where(bad, jnp.roll(guard.bad_steps, 1).at[0].set(step), guard.bad_steps),
-        history=jnp.where(bad, guard.history, good_history),
-        seen=guard.seen + ~bad,
+        history=jnp.where(good, guard.history.at[slot].set(value), guard.history),
+        seen=guard.seen + good,
     )
 
 
 def _where(drop: jax.Array, old: jax.Array, fresh: jax.Array) -> jax.Array:
-    if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
         return old  # the run's key never changes
     return jnp.where(drop, old, fresh)
 
@@ -142,32 +158,28 @@ class Judgement:
 class Judge:
     """Turns the guard's counters, read one log step after the other, into new bad steps and a reason to stop.
 
-    `start` holds the counters of the state a run begins with: what an earlier attempt reported is not
-    reported again.
+    `start` is the guard's part of the state a run begins with: what it counts belongs to an earlier attempt
+    and is not reported again.
     """
 
     def __init__(self, config: GuardConfig, start: GuardState | Mapping[str, Any]):
         self._config = config
-        fresh = not isinstance(start, GuardState)
-        self._bad = 0 if fresh else int(jnp.sum(start.bad))
-        self._stops = 0 if fresh else int(jnp.sum(start.stops))
+        self._newest, self._stops = -1, 0
+        if isinstance(start, GuardState):
+            self._newest, self._stops = int(jnp.max(start.bad_steps)), int(jnp.sum(start.stops))
 
     def __call__(self, metrics: Mapping[str, Any]) -> Judgement:
         """Judges host `metrics`, whose values are scalars or one list entry per seed."""
         if "guard/bad" not in metrics:
             return Judgement([])
-        bad, stops = (int(sum(_flat(metrics[f"guard/{name}"]))) for name in ("bad", "stops"))
-        recent = sorted({int(step) for step in _flat(metrics["guard/bad_steps"]) if step >= 0})
-        new = recent[-min(bad - self._bad, len(recent)) :] if bad > self._bad else []
-        stopped = stops > self._stops
-        self._bad, self._stops = bad, stops
-        worst = int(max(_flat(metrics["guard/consecutive"])))
-        if stopped:
+        new = sorted({int(step) for step in _flat(metrics["guard/bad_steps"]) if step > self._newest})
+        self._newest = max([self._newest, *new])
+        earlier, self._stops = self._stops, int(sum(_flat(metrics["guard/stops"])))
+        if self._stops > earlier:
             return Judgement(new, f"bad update at step {new[-1]}")
-        if worst >= self._config.max_consecutive:
-            return Judgement(
-                new, f"{worst} bad updates in a row (guard.max_consecutive={self._config.max_consecutive})"
-            )
+        row, limit = int(max(_flat(metrics["guard/consecutive"]))), self._config.max_consecutive
+        if row >= limit:
+            return Judgement(new, f"{row} bad updates in a row (guard.max_consecutive={limit})")
         return Judgement(new)
 
 

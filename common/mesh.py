@@ -64,7 +64,7 @@ def from_lead(value: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
-def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config` over all devices, with Auto axes (linen needs them; Explicit is JAX's default).
 
     Raises: ConfigError when the product is not the device count, or a per-device mode shards parameters.

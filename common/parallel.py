@@ -62,9 +62,9 @@ def compile_step(
     """Compiles `step(state, batch) -> (state, metrics)` ahead of time; the state is donated (not under pmap).
 
     Args:
-      state, batch: ShapeDtypeStructs of the global arrays; `batch` is None for a step that makes its own
-        data.
+      state, batch: ShapeDtypeStructs of the global arrays; `batch` is None where the step makes its own data.
       shardings: of the state, from `common.sharding.state_shardings`.
+      batch_axis: the dimension of batch leaves that is cut over devices.
     Returns: a compiled function, which cannot recompile: another shape or dtype is an error.
     """
     if mode == "pmap":
@@ -92,10 +92,18 @@ def _compile_pmap(step: Callable, mesh: Mesh, state: PyTree, batch: PyTree, batc
         shape = (*x.shape[:batch_axis], shards, x.shape[batch_axis] // shards, *x.shape[batch_axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), batch_axis, 0)
 
+    def parts_of(tree: PyTree) -> tuple[jax.Array, PyTree]:
+        """Device numbers beside the cut batch: pmap needs an array to map, and a batch may be None."""
+        return jnp.arange(shards), jax.tree.map(split, tree)
+
     mapped = jax.pmap(
-        step, axis_name="data", in_axes=(None, 0), out_axes=None, devices=list(mesh.devices.flat)
+        lambda state, parts: step(state, parts[1]),
+        axis_name="data",
+        in_axes=(None, 0),
+        out_axes=None,
+        devices=list(mesh.devices.flat),
     )
-    split_batch = jax.jit(lambda tree: jax.tree.map(split, tree))
+    split_batch = jax.jit(parts_of)
     compiled = mapped.lower(state, jax.eval_shape(split_batch, batch)).compile()
     return _PmapStep(compiled, split_batch)
 

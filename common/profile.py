@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.config import require
+from common.config import ConfigError, require
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """A trace for TensorBoard / Perfetto of `trace_steps` steps from `trace_start`, in `<workdir>/trace`; 0
-    is off."""
+    """A trace for TensorBoard / Perfetto in `<workdir>/trace`, of `trace_steps` steps (0 is off) from
+    `trace_start`."""
 
     trace_start: int = 10
     trace_steps: int = 0
@@ -28,8 +28,8 @@ class Cost:
 
     Attributes:
       parameters: number of parameters.
-      flops: floating-point operations of one step on all devices, as XLA counts them (a scan's body once per
-        iteration only where XLA knows the trip count); 0 where the backend does not say.
+      flops: floating-point operations of one step on all devices, as XLA counts them: the body of a scan
+        (microbatches, scanned layers) counts once, however often it runs; 0 where the backend does not say.
       memory: bytes of arguments, outputs and temporaries on one device.
       available: bytes one device has; 0 where the backend does not say.
     """
@@ -45,7 +45,7 @@ def count_parameters(params: Any) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
 
-def cost_of(compiled: Any, params: Any, device: jax.Device) -> Cost:
+def cost_of(compiled: Any, params: Any, device: Any) -> Cost:
     """The cost of a compiled step; fields the backend does not report are 0."""
     analysis = compiled.cost_analysis() or {}
     analysis = analysis[0] if isinstance(analysis, Sequence) else analysis
@@ -58,8 +58,8 @@ def cost_of(compiled: Any, params: Any, device: jax.Device) -> Cost:
     return Cost(count_parameters(params), flops, int(memory), device_memory(device))
 
 
-def device_memory(device: jax.Device) -> int:
-    """Bytes one device may use; a CPU device's share of the machine's memory; 0 if unknown."""
+def device_memory(device: Any) -> int:
+    """Bytes one device may use, for a CPU device its share of the machine's memory; 0 if unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -70,13 +70,12 @@ def device_memory(device: jax.Device) -> int:
 
 def check_fits(cost: Cost) -> None:
     """Raises ConfigError when one step cannot fit on a device."""
-    require(
-        cost.available == 0 or cost.memory <= cost.available,
-        "one step needs GiB per device",
-        round(cost.memory / 2**30, 2),
-        f"there are {cost.available / 2**30:.2f}: lower the batch, raise "
-        "optim.microbatches, or shard parameters with parallel.fsdp",
-    )
+    if cost.available and cost.memory > cost.available:
+        needed, available = cost.memory / 2**30, cost.available / 2**30
+        raise ConfigError(
+            f"one step needs {needed:.2f} GiB per device, but there are {available:.2f}: lower the batch, "
+            "raise optim.microbatches, or shard parameters with parallel.fsdp"
+        )
 
 
 def describe(cost: Cost) -> str:
@@ -89,8 +88,7 @@ def describe(cost: Cost) -> str:
 
 
 def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
-    """FLOP/s of one float32 matrix product on the default device: what this machine can reach; the best of
-    `repeats`."""
+    """FLOP/s of a float32 matrix product on the default device, the best of `repeats`: what it can reach."""
     x = jnp.ones((size, size), jnp.float32)
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(x, x))
@@ -99,16 +97,16 @@ def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
         start = time.perf_counter()
         jax.block_until_ready(product(x, x))
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return 2 * size**3 / max(best, 1e-9)  # a coarse clock may see no time pass
 
 
 class Tracer:
     """Starts and stops the JAX profiler at the configured steps."""
 
     def __init__(self, config: ProfileConfig, folder: str):
-        require(
-            config.trace_steps >= 0, "profile.trace_steps", config.trace_steps, "must be 0 (off) or positive"
-        )
+        steps, start = config.trace_steps, config.trace_start
+        require(steps >= 0, "profile.trace_steps", steps, "must be 0 (off) or positive")
+        require(start >= 0, "profile.trace_start", start, "must be at least 0")
         self._config, self._folder, self._on = config, folder, False
 
     def before(self, step: int) -> None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from common.config import require
+from common.sharding import ShardingRules
 from common.task import Batch, Eval, Task
 from common.train_state import TrainState
 
@@ -39,10 +40,16 @@ def vmap_seeds(tasks: Sequence[Task]) -> Task:
         step=step,
         batches=_zipped([task.batches for task in tasks]),
         evals=evals,
+        rules=_shifted(first.rules),
         examples_per_step=first.examples_per_step * len(tasks),
         batch_axis=1,
         fallbacks={},
     )
+
+
+def _shifted(rules: ShardingRules) -> ShardingRules:
+    """The same rules for leaves with a leading seed axis, which stays whole."""
+    return replace(rules, rules=tuple((pattern, (None, *spec)) for pattern, spec in rules.rules))
 
 
 def _zipped(

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from common.config import require
 
-# A dimension smaller than this (elements in the whole array) is not worth an all-gather.
+# An array of fewer elements is not worth an all-gather.
 _FSDP_MIN_SIZE = 2**14
 
 
@@ -45,7 +46,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules) -> Any:
 
 
 def _spec(path: str, leaf: Any, mesh: Mesh, rules: ShardingRules) -> PartitionSpec:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.ndim == 0:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.ndim == 0:
         return PartitionSpec()
     for pattern, spec in rules.rules:
         if re.search(pattern, path):
@@ -56,6 +57,8 @@ def _spec(path: str, leaf: Any, mesh: Mesh, rules: ShardingRules) -> PartitionSp
 def _checked(path: str, pattern: str, spec: tuple[str | None, ...], leaf: Any, mesh: Mesh) -> PartitionSpec:
     field = f"sharding rule {pattern!r} on {path}"
     require(len(spec) <= leaf.ndim, field, spec, f"has more entries than the shape {leaf.shape}")
+    used = [axis for axis in spec if axis is not None]
+    require(len(used) == len(set(used)), field, spec, "names an axis twice")
     for size, axis in zip(leaf.shape, spec, strict=False):
         require(axis is None or axis in mesh.shape, field, axis, f"must be one of {tuple(mesh.shape)}")
         require(
@@ -84,6 +87,6 @@ def describe(state: Any, shardings: Any) -> list[tuple[str, str, str, int]]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (key_path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         local = sharding.shard_shape(leaf.shape)
-        size = int(np.prod(local)) * getattr(leaf.dtype, "itemsize", 4)
+        size = int(np.prod(local)) * leaf.dtype.itemsize
         rows.append((path_of(key_path), str(tuple(leaf.shape)), str(tuple(sharding.spec)), size))
     return rows

@@ -96,7 +96,7 @@ def prepare(
         return Prepared(state, step, None, resumed)  # the data ended before this step
     watchdog.beat("compilation")
     compiled = compile_step(task.step, mesh, parallel.mode, _abstract(state), shardings, batch, task.batch_axis)
-    cost = profile.cost_of(compiled, shapes.params, mesh.devices.flat[0])
+    cost = profile.cost_of(compiled, shapes.params, mesh.local_devices[0])
     writer.event(step, "compiled", profile.describe(cost), flops=cost.flops, memory=cost.memory)
     profile.check_fits(cost)
     return Prepared(state, step, compiled, resumed)

@@ -46,7 +46,7 @@ class Task:
     step: Step
     batches: Callable[[int], Iterator[Batch]] | None = None
     evals: Mapping[str, Eval] = field(default_factory=dict)
-    rules: ShardingRules = ShardingRules()
+    rules: ShardingRules = field(default_factory=ShardingRules)
     examples_per_step: int = 0
     batch_axis: int = 0
     fallbacks: Mapping[str, Callable[[TrainState], tuple["Task", TrainState]]] = field(default_factory=dict)

@@ -78,7 +78,7 @@ class Watchdog:
         elif beats:
             lines.append("all processes are at the same stage")
         frame = sys._current_frames().get(self._main)
-        stack = "".join(traceback.format_stack(frame, limit=-6)) if frame else ""
+        stack = "".join(traceback.format_stack(frame, limit=12)) if frame else ""
         # Everyone comes to the same conclusion within a poll; the store ends with process 0, so that goes last.
         time.sleep(1.0 if self._store and jax.process_index() == 0 else 0.0)
         _leave(STALLED, "\n".join([*lines, "the main thread is at", stack]))

@@ -7,6 +7,7 @@ import platform
 import secrets
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -66,7 +67,11 @@ def is_done(path: str | epath.Path) -> bool:
 
 
 def _done_at(folder: epath.Path) -> int:
-    return int(json.loads((folder / "DONE").read_text())["step"])
+    """The step DONE was written at; −1 if it cannot be read, as after a power cut."""
+    try:
+        return int(json.loads((folder / "DONE").read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def open_workdir(path: str, config: ConfigDict) -> Workdir:
@@ -81,17 +86,22 @@ def open_workdir(path: str, config: ConfigDict) -> Workdir:
     if saved.exists() and _has_begun(folder):
         check_same(folder, config)
     lock = None
-    if is_lead():
-        try:
+    try:
+        if is_lead():
             folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(folder)
             _write_config(saved, config)
             if is_done(folder) and _done_at(folder) < config.run.steps:  # a longer run was asked for
                 (folder / "DONE").unlink()
-        except OSError as error:
+        _check_shared(folder)
+        attempt = 1 + max((event["attempt"] for event in read_events(folder)), default=0)
+    except Exception as error:
+        if lock is not None:
+            lock.close()
+        if isinstance(error, OSError):
             raise ConfigError(f"--workdir={path}: cannot be written ({error.strerror or error})") from None
-    _check_shared(folder)
-    return Workdir(folder, 1 + max((event["attempt"] for event in read_events(folder)), default=0), lock)
+        raise
+    return Workdir(folder, attempt, lock)
 
 
 def _has_begun(folder: epath.Path) -> bool:
@@ -115,7 +125,7 @@ def saved_config(folder: str | epath.Path) -> ConfigDict:
     file = epath.Path(folder) / "config.json"
     try:
         return config_lib.from_json(json.dumps(json.loads(file.read_text())["config"]))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not a run's config ({type(error).__name__})") from None
 
 
@@ -139,13 +149,23 @@ def _check_shared(folder: epath.Path) -> None:
     if is_lead():
         _write(folder / _TOKEN, str(token))
     multihost_utils.sync_global_devices("the lead has written its token")
-    file = folder / _TOKEN
-    found = file.exists() and file.read_text() == str(token)
+    found = _sees(folder / _TOKEN, str(token))
     everywhere = np.ravel(multihost_utils.process_allgather(np.array(found)))
     others = [str(process) for process, sees in enumerate(everywhere) if not sees]
     if others:
-        raise ConfigError(f"--workdir={folder}: process {', '.join(others)} does not see the folder of process 0; "
-                          "all processes need one shared folder")
+        raise ConfigError(
+            f"--workdir={folder}: process {', '.join(others)} does not see the folder of process 0; "
+            "all processes need one shared folder"
+        )
+
+
+def _sees(file: epath.Path, text: str) -> bool:
+    """Whether `file` holds `text`; a network file system may take a moment to show it."""
+    for _ in range(20):
+        if file.exists() and file.read_text() == text:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def _lock(folder: epath.Path) -> Any:
