@@ -35,6 +35,8 @@ class DataConfig:
       index: which subset of size n (rows index·n … of the pool), as in the official code.
       per_seed: draw the pool's order from the seed, so that seeds differ in their images as well.
       batch_size: images per update, min(batch_size, n) as in the paper; 0 is the full batch, n.
+      fill_batch: take batch_size even where n is smaller, each image several times with its own noise, so that
+        every n sees the same number of noise draws in an update.
     """
 
     name: str = "digits"
@@ -42,6 +44,7 @@ class DataConfig:
     index: int = 0
     per_seed: bool = True
     batch_size: int = 512
+    fill_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _network(model: ModelConfig) -> nn.Module:
 def _batch_size(settings: DataConfig, mesh: Mesh) -> int:
     size = settings.batch_size
     require(size >= 0, "data.batch_size", size, "must be positive, or 0 for the full batch")
-    batch_size = min(size, settings.n) or settings.n
+    batch_size = (size if settings.fill_batch else min(size, settings.n)) or settings.n
     check_batch(mesh, batch_size, "data.batch_size")
     return batch_size
 
