@@ -24,7 +24,9 @@ from common.sharding import path_of
 
 PyTree = Any
 # Orbax logs the traceback of a failed write once per layer; the error itself reaches us.
-logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
+logging.getLogger("absl").addFilter(
+    lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Checkpoints:
         self._saved.pop(step, None)
         kept = self.steps()
         last = f"the last complete one is {kept[-1]}" if kept else "there is no earlier one"
-        return OSError(f"checkpoint {self.folder / str(step)} could not be written ({first_line(error)}); {last}")
+        return OSError(
+            f"checkpoint {self.folder / str(step)} could not be written ({first_line(error)}); {last}"
+        )
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether `metrics` hold a `best_metric` that is better than those of all kept checkpoints."""
@@ -237,7 +241,9 @@ def _load(folder: epath.Path, wanted: dict[str, jax.ShapeDtypeStruct], only: str
     return [{**loaded, **empty}[path] for path in wanted]
 
 
-def _compare(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, Any]) -> None:
+def _compare(
+    folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, Any]
+) -> None:
     """Raises ConfigError for the first differences in names, shapes or types between checkpoint and run."""
     problems = []
     for path, target in wanted.items():

@@ -54,14 +54,21 @@ def fit(task: Task, config: ConfigDict, workdir: str, mesh: Mesh) -> Outcome:
     require(run.save_every >= 1, "run.save_every", run.save_every, "must be at least 1")
     measured = not kept.best_metric or kept.best_metric.partition("/")[0] in task.evals
     names = ", ".join(sorted(task.evals))
-    require(measured, "checkpoint.best_metric", kept.best_metric, f"must be <eval>/<metric> of the evals {names}")
+    require(
+        measured, "checkpoint.best_metric", kept.best_metric, f"must be <eval>/<metric> of the evals {names}"
+    )
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(run.stall_timeout))
         stop = stack.enter_context(StopSignal())
         folder = stack.enter_context(contextlib.closing(open_workdir(workdir, config)))
         writer = stack.enter_context(
             Writer(
-                workdir, folder.attempt, run.steps, trackers=run.trackers, config=config.to_dict(), enabled=is_lead()
+                workdir,
+                folder.attempt,
+                run.steps,
+                trackers=run.trackers,
+                config=config.to_dict(),
+                enabled=is_lead(),
             )
         )
         checkpoints = Checkpoints(folder.checkpoints, kept)
@@ -113,7 +120,9 @@ class _Loop:
             self.tracer.close()
 
     def _steps(self, total: int) -> Outcome:
-        batches = self.task.batches(self.step) if self.task.batches is not None and self.step < total else None
+        batches = (
+            self.task.batches(self.step) if self.task.batches is not None and self.step < total else None
+        )
         while True:
             measured = self._evaluate(total)
             if measured is None:
@@ -203,7 +212,9 @@ class _Loop:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as file:
                 np.savez(file, **kept)
-        return {f"{name}/{key}": value.astype(float).tolist() for key, value in arrays.items() if value.ndim < 2}
+        return {
+            f"{name}/{key}": value.astype(float).tolist() for key, value in arrays.items() if value.ndim < 2
+        }
 
     def _save(self, measured: Mapping[str, float]) -> None:
         self._flush()
@@ -220,5 +231,6 @@ class _Loop:
 
     def _evaluated_before(self) -> int:
         """The step of this state if an earlier attempt has evaluated it, else −1."""
+        self.watchdog.beat("start of the loop")
         rows = read_metrics(self.folder.path / "metrics.jsonl", kind="eval") if is_lead() else []
         return from_lead(self.step if any(row["step"] == self.step for row in rows) else -1)

@@ -43,6 +43,8 @@ def initialize_distributed() -> None:
         address, process = os.environ.get("JAX_COORDINATOR_ADDRESS"), os.environ.get("JAX_PROCESS_ID")
         require(address is not None, "JAX_COORDINATOR_ADDRESS", address, "set it to host:port of process 0")
         require(process is not None, "JAX_PROCESS_ID", process, f"set it to 0 … {count}-1")
+        for name, value in (("JAX_NUM_PROCESSES", count), ("JAX_PROCESS_ID", process)):
+            require(str(value).isdigit(), name, value, "must be an integer")
         jax.distributed.initialize(address, int(count), int(process or 0))
     elif (
         int(os.environ.get("SLURM_NTASKS", 1)) > 1
@@ -89,6 +91,8 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
         sizes,
         f"multiplies to {product}, but there are {len(devices)} devices",
     )
+    if config.mode == "pmap":
+        require(jax.process_count() == 1, "parallel.mode", config.mode, "runs in one process: use shard_map")
     if config.mode != "jit":
         require(
             sizes["data"] == product,

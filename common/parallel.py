@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from common.flops import count_flops
 from common.mesh import BATCH_AXES, batch_sharding, batch_shards, replicated
 
 PyTree = Any
@@ -58,14 +59,13 @@ def compile_step(
     shardings: PyTree,
     batch: PyTree,
     batch_axis: int = 0,
-) -> jax.stages.Compiled:
+) -> "CompiledStep":
     """Compiles `step(state, batch) -> (state, metrics)` ahead of time; the state is donated (not under pmap).
 
     Args:
       state, batch: ShapeDtypeStructs of the global arrays; `batch` is None where the step makes its own data.
       shardings: of the state, from `common.sharding.state_shardings`.
       batch_axis: the dimension of batch leaves that is cut over devices.
-    Returns: a compiled function, which cannot recompile: another shape or dtype is an error.
     """
     if mode == "pmap":
         return _compile_pmap(step, mesh, state, batch, batch_axis)
@@ -81,10 +81,27 @@ def compile_step(
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
     )
-    return jitted.lower(state, batch).compile()
+    traced = jitted.trace(state, batch)
+    return CompiledStep(traced.lower().compile(), count_flops(traced.jaxpr))
 
 
-def _compile_pmap(step: Callable, mesh: Mesh, state: PyTree, batch: PyTree, batch_axis: int) -> Any:
+class CompiledStep:
+    """An executable step. It cannot recompile: another shape or dtype is an error.
+
+    Attributes:
+      executable: what JAX compiled; it knows its memory.
+      flops: of one step on all devices together.
+    """
+
+    def __init__(self, executable: Any, flops: float, split: Callable[[PyTree], PyTree] | None = None):
+        self.executable, self.flops, self._split = executable, flops, split
+
+    def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """(state, batch) -> (state, metrics), whole arrays in every mode."""
+        return self.executable(state, batch if self._split is None else self._split(batch))
+
+
+def _compile_pmap(step: Callable, mesh: Mesh, state: PyTree, batch: PyTree, batch_axis: int) -> CompiledStep:
     shards = batch_shards(mesh)
 
     def split(x: jax.Array) -> jax.Array:
@@ -104,18 +121,6 @@ def _compile_pmap(step: Callable, mesh: Mesh, state: PyTree, batch: PyTree, batc
         devices=list(mesh.devices.flat),
     )
     split_batch = jax.jit(parts_of)
-    compiled = mapped.lower(state, jax.eval_shape(split_batch, batch)).compile()
-    return _PmapStep(compiled, split_batch)
-
-
-class _PmapStep:
-    """A pmapped step that takes and returns whole arrays, as the other two modes do."""
-
-    def __init__(self, compiled: Any, split_batch: Callable):
-        self._compiled, self._split_batch = compiled, split_batch
-
-    def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        return self._compiled(state, self._split_batch(batch))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+    parts = jax.eval_shape(split_batch, batch)
+    flops = count_flops(jax.make_jaxpr(mapped)(state, parts))
+    return CompiledStep(mapped.lower(state, parts).compile(), flops, split_batch)

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from common.config import ConfigError, require
+from common.parallel import CompiledStep
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,11 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step needs, from the compiler.
+    """What one step needs.
 
     Attributes:
       parameters: number of parameters.
-      flops: floating-point operations of one step on all devices, as XLA counts them: the body of a scan
-        (microbatches, scanned layers) counts once, however often it runs; 0 where the backend does not say.
+      flops: floating-point operations of one step's matrix products and convolutions, on all devices.
       memory: bytes of arguments, outputs and temporaries on one device.
       available: bytes one device has; 0 where the backend does not say.
     """
@@ -45,17 +44,14 @@ def count_parameters(params: Any) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
 
 
-def cost_of(compiled: Any, params: Any, device: Any) -> Cost:
-    """The cost of a compiled step; fields the backend does not report are 0."""
-    analysis = compiled.cost_analysis() or {}
-    analysis = analysis[0] if isinstance(analysis, Sequence) else analysis
-    stats = compiled.memory_analysis()
+def cost_of(compiled: CompiledStep, params: Any, device: Any) -> Cost:
+    """The cost of a compiled step; memory is 0 where the backend does not report it."""
+    stats = compiled.executable.memory_analysis()
     memory = 0
     if stats is not None:
         memory = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
         memory -= stats.alias_size_in_bytes  # donated: counted as argument and as output
-    flops = max(float(analysis.get("flops", 0.0)), 0.0) * jax.device_count()
-    return Cost(count_parameters(params), flops, int(memory), device_memory(device))
+    return Cost(count_parameters(params), compiled.flops, int(memory), device_memory(device))
 
 
 def device_memory(device: Any) -> int:

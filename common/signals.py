@@ -73,7 +73,11 @@ class StopSignal:
         with self._reader:
             while self._reader.recv(1):
                 if self._die_at_once:
-                    print("stopped by a signal before a step was made: nothing is lost", file=sys.stderr, flush=True)
+                    print(
+                        "stopped by a signal before a step was made: nothing is lost",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     os._exit(0)
 
     def interruptible(self, function: Callable[[], T]) -> T | None:

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from common import profile
 from common.checkpoint import CheckpointConfig, Checkpoints, restore_params
 from common.config import require, view
-from common.mesh import ParallelConfig, to_global
+from common.mesh import ParallelConfig, from_lead, to_global
 from common.parallel import compile_step
 from common.sharding import state_shardings
 from common.task import Task
@@ -35,6 +35,8 @@ class RunConfig:
       resume_from: a workdir whose newest state a new run begins with.
       init_from: a workdir or checkpoint whose parameters a new run begins with, at step 0.
       trackers: any of tensorboard, wandb, trackio.
+      matmul_precision: default, high or highest. By default a TPU multiplies float32 matrices in bfloat16 and a
+        GPU in TF32; highest is float32 everywhere, as on CPU.
       debug: run the step without compiling it, and stop at the first NaN.
       stall_timeout: end the run when a step, evaluation, compilation or restore takes more seconds; 0 is off.
     """
@@ -47,6 +49,7 @@ class RunConfig:
     resume_from: str = ""
     init_from: str = ""
     trackers: tuple[str, ...] = ()
+    matmul_precision: str = "default"
     debug: bool = False
     stall_timeout: float = 0.0
 
@@ -78,13 +81,17 @@ def prepare(
     """
     run, parallel = view(config.run, RunConfig, "run"), view(config.parallel, ParallelConfig, "parallel")
     require(run.steps >= 0, "run.steps", run.steps, "must be at least 0")
-    require(not run.debug or parallel.mode == "jit", "parallel.mode", parallel.mode, "run.debug needs mode=jit")
+    require(
+        not run.debug or parallel.mode == "jit", "parallel.mode", parallel.mode, "run.debug needs mode=jit"
+    )
     key = run_key(run)
     shapes = jax.eval_shape(task.init, key)
     shardings = state_shardings(shapes, mesh, task.rules)
     watchdog.beat("restore")
     state, resumed = _first_state(task, run, key, shapes, shardings, checkpoints, writer)
     step = int(state.step)
+    watchdog.beat("restored")
+    require(from_lead(step) == step, "checkpoint", step, "process 0 restored another step")
     require(step <= run.steps, "run.steps", run.steps, f"the checkpoint is already at step {step}")
     writer.event(step, "start", "resumed" if resumed else "new run", devices=jax.device_count())
     if step == run.steps:
@@ -95,7 +102,9 @@ def prepare(
     if task.batches is not None and (batch := batch_shapes(task, mesh, step)) is None:
         return Prepared(state, step, None, resumed)  # the data ended before this step
     watchdog.beat("compilation")
-    compiled = compile_step(task.step, mesh, parallel.mode, _abstract(state), shardings, batch, task.batch_axis)
+    compiled = compile_step(
+        task.step, mesh, parallel.mode, _abstract(state), shardings, batch, task.batch_axis
+    )
     cost = profile.cost_of(compiled, shapes.params, mesh.local_devices[0])
     writer.event(step, "compiled", profile.describe(cost), flops=cost.flops, memory=cost.memory)
     profile.check_fits(cost)

@@ -66,7 +66,8 @@ class Watchdog:
         if self._end.wait(_GRACE):
             return  # this process failed too and says so itself
         for process, message in sorted(self._store.failures().items()):
-            _leave(1, f"process {process} failed ({message}): the run cannot go on")
+            print(f"error: process {process} failed ({message}): the run cannot go on", file=sys.stderr)
+            _end(1)
 
     def _end_after_stall(self, waited: float) -> None:
         beats = self._store.beats()
@@ -78,10 +79,11 @@ class Watchdog:
         elif beats:
             lines.append("all processes are at the same stage")
         frame = sys._current_frames().get(self._main)
-        stack = "".join(traceback.format_stack(frame, limit=12)) if frame else ""
+        stack = "".join(traceback.format_stack(frame, limit=8)) if frame else ""
+        print("\n".join([f"error: {lines[0]}", *lines[1:], "the main thread is at", stack]), file=sys.stderr, flush=True)
         # Everyone comes to the same conclusion within a poll; the store ends with process 0, so that goes last.
         time.sleep(1.0 if self._store and jax.process_index() == 0 else 0.0)
-        _leave(STALLED, "\n".join([*lines, "the main thread is at", stack]))
+        _end(STALLED)
 
 
 class _Store:
@@ -119,7 +121,9 @@ class _Store:
 
     def _set(self, key: str, value: str, overwrite: bool) -> None:
         if self._client is not None:
-            with contextlib.suppress(RuntimeError):  # there is one already, or the service is gone and JAX ends us
+            with contextlib.suppress(
+                RuntimeError
+            ):  # there is one already, or the service is gone and JAX ends us
                 self._client.key_value_set(key, value, allow_overwrite=overwrite)
 
     def _read(self, folder: str) -> dict[int, str]:
@@ -139,13 +143,11 @@ def leave(code: int) -> NoReturn:
     _Store().report_failure(f"exit code {code}")
     if jax.process_index() == 0:
         time.sleep(2.0)  # the others must still be able to read why
-    _leave(code, "")
+    _end(code)
 
 
-def _leave(code: int, message: str) -> NoReturn:
+def _end(code: int) -> NoReturn:
     """Without clean-up: JAX's would wait for the other processes."""
-    if message:
-        print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -179,7 +179,9 @@ def _lock(folder: epath.Path) -> Any:
         handle.seek(0)
         owner = handle.read().strip() or "another process"
         handle.close()
-        raise ConfigError(f"--workdir={folder}: in use by {owner}; wait for it or use another workdir") from None
+        raise ConfigError(
+            f"--workdir={folder}: in use by {owner}; wait for it or use another workdir"
+        ) from None
     handle.truncate(0)
     handle.write(f"process {os.getpid()}")
     handle.flush()
@@ -204,8 +206,12 @@ def _git() -> str:
     """Revision of the source tree, '+' appended when it has uncommitted changes, '' outside a checkout."""
     command = ["git", "-C", os.path.dirname(__file__)]
     try:
-        revision = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
-        status = subprocess.run([*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
+        revision = subprocess.run(
+            [*command, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        )
+        status = subprocess.run(
+            [*command, "status", "--porcelain"], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return revision.stdout.strip() + ("+" if status.stdout.strip() else "")

@@ -35,8 +35,8 @@ class DataConfig:
       index: which subset of size n (rows index·n … of the pool), as in the official code.
       per_seed: draw the pool's order from the seed, so that seeds differ in their images as well.
       batch_size: images per update, min(batch_size, n) as in the paper; 0 is the full batch, n.
-      fill_batch: take batch_size even where n is smaller, each image several times with its own noise, so that
-        every n sees the same number of noise draws in an update.
+      fill_batch: take batch_size even where n is smaller, each image several times with its own noise: every
+        n then has the same number of noise draws in an update.
     """
 
     name: str = "digits"

@@ -1,31 +1,38 @@
 """Runs configs as subprocesses, several at a time, each on its own share of the cores."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from types import FrameType
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from common import runtime
 from common.config import require, to_json
-from common.workdir import is_done
+from common.workdir import is_done, saved_config
 
 
 def run_all(configs: Mapping[str, ConfigDict], folder: Path, jobs: int = 0) -> dict[str, str]:
     """Trains each config in `folder/<name>`; finished ones are skipped. Gives {name: last line of its error}
     of those that failed.
 
+    SIGINT and SIGTERM let the runs save their state and end, and raise KeyboardInterrupt when they have.
+
     Args:
       jobs: runs at a time; 0 is one a core, or one where there is a GPU or TPU.
     """
     require(jobs >= 0, "--jobs", jobs, "must be at least 1, or 0 to choose")
-    todo = {name: config for name, config in configs.items() if not is_done(str(folder / name))}
+    todo = {name: config for name, config in configs.items() if not _is_finished(folder / name, config)}
     for name in configs.keys() - todo.keys():
         print(f"{name}: done, skipped", flush=True)
     slots: SimpleQueue[set[int] | None] = SimpleQueue()
@@ -33,7 +40,7 @@ def run_all(configs: Mapping[str, ConfigDict], folder: Path, jobs: int = 0) -> d
     for cores in _shares(width):
         slots.put(cores)
 
-    children: set[subprocess.Popen] = set()
+    children = _Children()
 
     def one(name: str) -> str:
         cores = slots.get()
@@ -44,17 +51,63 @@ def run_all(configs: Mapping[str, ConfigDict], folder: Path, jobs: int = 0) -> d
 
     # Longest first, so that the last to end is short.
     order = sorted(todo, key=lambda name: -todo[name].run.steps)
-    pool = ThreadPoolExecutor(width)
-    try:
-        errors = dict(zip(order, pool.map(one, order), strict=True))
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in list(children):
-            child.terminate()  # each saves its state, and the next call goes on from there
-        raise
-    finally:
-        pool.shutdown()
+    with _terminated_as_interrupted(), ThreadPoolExecutor(width) as pool:
+        try:
+            errors = dict(zip(order, pool.map(one, order), strict=True))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            children.end()
+            raise
     return {name: error for name, error in errors.items() if error}
+
+
+class _Children:
+    """The processes that are running; after `end` there will be no more."""
+
+    def __init__(self) -> None:
+        self._lock, self._running, self._ended = threading.Lock(), set[subprocess.Popen](), False
+
+    def run(self, command: list[str], **options: Any) -> int:
+        """Starts a process and waits for its exit code."""
+        with self._lock:
+            if self._ended:
+                return 0
+            child = subprocess.Popen(command, **options)
+            self._running.add(child)
+        try:
+            return child.wait()
+        finally:
+            with self._lock:
+                self._running.discard(child)
+
+    def end(self) -> None:
+        """Asks all to save and end; the next call of `run_all` goes on from there."""
+        with self._lock:
+            self._ended = True
+            for child in self._running:
+                child.terminate()
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does: by default it would leave the runs without a parent."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _is_finished(workdir: Path, config: ConfigDict) -> bool:
+    """Whether a run ended here that was asked for as many steps."""
+    return is_done(str(workdir)) and saved_config(workdir).run.steps >= config.run.steps
 
 
 def default_jobs() -> int:
@@ -78,7 +131,7 @@ def _shares(width: int) -> list[set[int] | None]:
 
 
 def _run(
-    name: str, config: ConfigDict, workdir: Path, cores: set[int] | None, children: set[subprocess.Popen]
+    name: str, config: ConfigDict, workdir: Path, cores: set[int] | None, children: _Children
 ) -> str:
     """'' on success, else the last line of standard error."""
     workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +141,8 @@ def _run(
     env = os.environ if cores is None else {**os.environ, runtime.CORES: ",".join(map(str, sorted(cores)))}
     started = time.time()
     with log.open("w") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=env)
-        children.add(child)
-        code = child.wait()
-        children.discard(child)
-    if code == 0 and is_done(str(workdir)):
+        code = children.run(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=env)
+    if code == 0 and _is_finished(workdir, config):
         seconds = time.time() - started
         print(
             f"{name}: {config.run.steps} steps, {config.run.num_seeds} seeds in {seconds:.0f} s", flush=True

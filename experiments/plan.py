@@ -17,6 +17,16 @@ from experiments.tasks import build
 
 # Of the machine's matrix-product rate; small networks reach less.
 _EFFICIENCY = 0.5
+_HEADINGS = (
+    "run",
+    "seeds",
+    "steps",
+    "parameters",
+    "FLOP / step",
+    "FLOP",
+    "GiB / device",
+    "minutes of updates",
+)
 
 
 def cost_of(config: ConfigDict) -> profile.Cost:
@@ -35,9 +45,9 @@ def show(configs: Sequence[tuple[str, ConfigDict]]) -> None:
     """Prints one row a run: parameters, steps, FLOPs, memory, and time for the updates at half the measured
     matrix-product rate."""
     rate = profile.matmul_rate() * jax.device_count()
-    table = Table(
-        "run", "seeds", "steps", "parameters", "FLOP / step", "FLOP", "GiB / device", "minutes of updates"
-    )
+    table = Table()
+    for heading in _HEADINGS:
+        table.add_column(heading, overflow="fold", justify="left" if heading == "run" else "right")
     minutes = 0.0
     for name, config in configs:
         cost = cost_of(config)
@@ -53,6 +63,8 @@ def show(configs: Sequence[tuple[str, ConfigDict]]) -> None:
             *(f"{number:.3g}" for number in numbers),
         )
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
     console.print(table)
     console.print(
         f"This machine multiplies float32 matrices at {rate / 1e9:.0f} GFLOP/s. At half of that the updates take "

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from common import runtime
 
@@ -54,8 +55,8 @@ def configs(figure: ModuleType, scale: str, seeds: int | None) -> list[tuple[Var
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 report written, 1 a run failed (the report says which), 2 wrong input."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         figure = load_figure(options.figure)
         variants = configs(figure, options.scale, options.seeds)
         if options.dry_run:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         folder = Path(options.out) / options.figure / options.scale
         for variant, config in variants:
-            if (folder / "runs" / variant.name / "config.json").exists():
+            if (folder / "runs" / variant.name / "checkpoints").exists():
                 check_same(folder / "runs" / variant.name, config)
         return _reproduce(figure, options, variants, folder)
     except ConfigError as error:
@@ -74,9 +75,16 @@ def main(arguments: Sequence[str]) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong arguments as everything else that is wrong: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"arguments: {message}")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.reproduce", description=__doc__.split("\n")[0]
+    parser = _Parser(
+        prog="python -m experiments.reproduce", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     parser.add_argument("figure", help="<paper>/<figure>, e.g. diffusion_mem/fig2_memorization_window")
     parser.add_argument("--scale", default="cpu", help="tiny, cpu, gpu or paper, as far as the figure has it")

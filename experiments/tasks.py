@@ -9,6 +9,7 @@ from common import config as config_lib
 from common import guard
 from common.config import require
 from common.seeds import vmap_seeds
+from common.start import RunConfig, run_key
 from common.task import Task
 
 PAPERS = ("gated_lm", "crl_deep", "diffusion_mem")
@@ -18,6 +19,7 @@ def build(config: ConfigDict, mesh: Mesh) -> Task:
     """The task that `config.task` names; with `run.num_seeds` > 1 the vmapped task of seeds `run.seed`,
     `run.seed + 1`, …"""
     require(config.task in PAPERS, "config.task", config.task, f"must be one of {', '.join(PAPERS)}")
+    run_key(config_lib.view(config.run, RunConfig, "run"))  # refuses seeds there cannot be
     package = importlib.import_module(f"{config.task}.task")
     guards = config_lib.view(config.guard, guard.GuardConfig, "guard")
     seeds = range(config.run.seed, config.run.seed + config.run.num_seeds)

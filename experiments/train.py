@@ -16,8 +16,10 @@ from common.config import ConfigError  # noqa: E402
 from common.loop import GuardStop, Outcome, fit  # noqa: E402
 from common.mesh import ParallelConfig, initialize_distributed, is_lead, make_mesh  # noqa: E402
 from common.report import run_report  # noqa: E402
+from common.watchdog import leave  # noqa: E402
 from experiments.tasks import build  # noqa: E402
 
+PRECISIONS = ("default", "high", "highest")
 USAGE = (
     "usage: python -m experiments.train --config=FILE.py[:arg=value,…] [--config.key=value …] --workdir=DIR"
 )
@@ -44,6 +46,9 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
 
 def run(config: ConfigDict, workdir: str) -> Outcome:
     """Builds the task of `config` and trains it in `workdir`."""
+    precision = config.run.matmul_precision
+    config_lib.require(precision in PRECISIONS, "run.matmul_precision", precision, f"one of {PRECISIONS}")
+    jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     if config.run.debug:
         jax.config.update("jax_disable_jit", True)
         jax.config.update("jax_debug_nans", True)
@@ -74,4 +79,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

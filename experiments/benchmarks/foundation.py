@@ -72,7 +72,7 @@ def config_for(sizes: Sizes, batch_size: int, seeds: int = 1, **overrides: Any) 
 
 
 def share_of_rate(sizes: Sizes) -> list[Row]:
-    """FLOP/s of the step, from the FLOPs XLA counts in it, against those of a matrix product of size 2048."""
+    """FLOP/s of the matrix products in the step against those of one product of size 2048."""
     subjects = {f"batch {size}": Subject(config_for(sizes, size)) for size in sizes.batches}
     name = f"{sizes.seeds} seeds x batch {sizes.batches[0]}"
     subjects[name] = Subject(config_for(sizes, sizes.batches[0], sizes.seeds))
@@ -145,9 +145,13 @@ def against_torch(sizes: Sizes) -> list[Row]:
         network = torch_peer.ResidualMLP(subject.state.params)
         if torch_peer.parameter_count(network) != subject.cost.parameters:
             raise ValueError("the PyTorch peer has another number of parameters")
-        peer = torch_peer.stepper(network, process, np.asarray(subject.batch["image"]), subject.config.optim.lr)
+        peer = torch_peer.stepper(
+            network, process, np.asarray(subject.batch["image"]), subject.config.optim.lr
+        )
         count = _count(subject, sizes)
-        times = interleaved({"ours": partial(subject.bare, count), "peer": partial(peer, count)}, sizes.repeats)
+        times = interleaved(
+            {"ours": partial(subject.bare, count), "peer": partial(peer, count)}, sizes.repeats
+        )
         rows.append(row(f"training step, batch {size}: PyTorch", "ms", 1e3 * times["peer"]))
         rows.append(row(f"training step, batch {size}: time / PyTorch's", "x", times["ours"] / times["peer"]))
     return rows + _sampling_against_torch(sizes, process)

@@ -114,4 +114,4 @@ def parameter_count(network: nn.Module) -> int:
 def noise(network: ResidualMLP, x: np.ndarray, t: int) -> np.ndarray:
     """The network's answer at one step for every row of `x`."""
     with torch.inference_mode():
-        return network(torch.from_numpy(x), torch.full((len(x),), t)).numpy()
+        return network(torch.from_numpy(np.array(x)), torch.full((len(x),), t)).numpy()

@@ -55,7 +55,9 @@ def main(arguments: list[str]) -> int:
         outcome = fit(with_faults(task, faults), config, workdir, mesh)
         if "sleep_at_end" in faults:
             time.sleep(faults["sleep_at_end"])
-        digest = float(sum(np.abs(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(outcome.state.params)))
+        digest = float(
+            sum(np.abs(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(outcome.state.params))
+        )
         print(f"outcome {outcome.reason} {outcome.step} {digest!r}", flush=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -82,9 +82,18 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 class Process:
     """`tests.common.run_toy` in a process of its own; its output goes to a file that can be read meanwhile."""
 
-    def __init__(self, workdir: pathlib.Path, *arguments: str, env: dict[str, str] | None = None, devices: int = 8):
+    def __init__(
+        self, workdir: pathlib.Path, *arguments: str, env: dict[str, str] | None = None, devices: int = 8
+    ):
         self.log = workdir.parent / f"{workdir.name}.{time.monotonic_ns()}.log"
-        command = [sys.executable, "-u", "-m", "tests.common.run_toy", f"--workdir={workdir}", f"--devices={devices}"]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "tests.common.run_toy",
+            f"--workdir={workdir}",
+            f"--devices={devices}",
+        ]
         with open(self.log, "w") as out:
             self._process = subprocess.Popen(
                 [*command, *arguments], cwd=ROOT, stdout=out, stderr=out, env={**os.environ, **(env or {})}

@@ -102,8 +102,9 @@ BIG = {"width": 64, "batch_size": 8}
 
 
 def on(count, axis):
-    mesh = make_mesh(ParallelConfig(data=1, **{axis: count}) if axis != "data" else ParallelConfig(),
-                     jax.devices()[:count])
+    mesh = make_mesh(
+        ParallelConfig(data=1, **{axis: count}) if axis != "data" else ParallelConfig(), jax.devices()[:count]
+    )
     return mesh, ShardingRules(fsdp_min_size=8)
 
 
@@ -119,7 +120,10 @@ def test_resharding(tmp_path, before, after):
     target = state_shardings(state, mesh, rules)
     restored = restore(tmp_path / "0", jax.eval_shape(lambda: state), target)
     runs.assert_same(state, restored)
-    assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(jax.tree.leaves(restored), jax.tree.leaves(target)))
+    assert all(
+        x.sharding.is_equivalent_to(s, x.ndim)
+        for x, s in zip(jax.tree.leaves(restored), jax.tree.leaves(target))
+    )
     assert restored.params["hidden"]["kernel"].sharding.mesh == mesh
 
 
@@ -167,7 +171,10 @@ def test_a_run_of_another_width_is_refused(tmp_path):
 
 def test_every_kind_of_leaf_survives(tmp_path):
     """Behaviours rows 23, 25, 26."""
-    params = {"layers": [{"w": jnp.arange(3.0)}, {"w": jnp.ones((2, 0))}], "by": {0: jnp.ones(2), 10: (jnp.zeros(()), jnp.ones(1))}}
+    params = {
+        "layers": [{"w": jnp.arange(3.0)}, {"w": jnp.ones((2, 0))}],
+        "by": {0: jnp.ones(2), 10: (jnp.zeros(()), jnp.ones(1))},
+    }
     state = TrainState(
         step=jnp.asarray(7, jnp.int32),
         params=params,
@@ -246,7 +253,12 @@ def test_the_best_state_of_a_run_is_kept(tmp_path):
 
         return {"fit": Eval(lambda state: {"error": errors[int(state.step)]}, schedule.every(2))}
 
-    options = {"evals": evals(), "run__save_every": 3, "checkpoint__best_metric": "fit/error", "checkpoint__keep": 1}
+    options = {
+        "evals": evals(),
+        "run__save_every": 3,
+        "checkpoint__best_metric": "fit/error",
+        "checkpoint__keep": 1,
+    }
     runs.run(tmp_path, run__steps=6, **options)
     assert runs.checkpoints(tmp_path) == [2, 6]
     longer = runs.run(tmp_path, run__steps=8, **options)
@@ -267,7 +279,9 @@ def test_a_failed_write_is_an_error(tmp_path, monkeypatch):
     kept = save(tmp_path, 1, {"x": jnp.ones(2)})
     monkeypatch.setattr(checkpoint.ocp, "save_async", lambda *args: Failing())
     kept.save(2, {"x": jnp.ones(2)})
-    with pytest.raises(OSError, match="checkpoint .*/2 could not be written .*gone.*; the last complete one is 1") as error:
+    with pytest.raises(
+        OSError, match="checkpoint .*/2 could not be written .*gone.*; the last complete one is 1"
+    ) as error:
         kept.wait()
     assert "\n" not in str(error.value)
     monkeypatch.setattr(checkpoint.ocp, "save_async", lambda *args: 1 / 0)
@@ -287,20 +301,27 @@ def test_a_failed_seal_is_an_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(seal, "write", full)
     kept.save(1, {"x": jnp.ones(2)})
-    with pytest.raises(OSError, match="checkpoint .*/1 could not be written .*No space left.*there is no earlier one"):
+    with pytest.raises(
+        OSError, match="checkpoint .*/1 could not be written .*No space left.*there is no earlier one"
+    ):
         kept.wait()
     assert kept.steps() == []
 
 
 def test_a_failed_write_ends_the_run_with_one_line(tmp_path):
     """Behaviours row 21, through a limit on the size of files: what a full disk does, where root may not mount one."""
-    limited = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); " \
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); sys.argv[0] = 'run_toy'; " \
+    limited = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); sys.argv[0] = 'run_toy'; "
         "import runpy; runpy.run_module('tests.common.run_toy', run_name='__main__')"
+    )
     width = ["--config.width=20000", "--config.run.save_every=2", "--devices=1"]
     small = runs.run(tmp_path, devices=1, run__steps=2, width=20_000)
     result = subprocess.run(
-        [sys.executable, "-c", limited, f"--workdir={tmp_path}", *width], cwd=runs.ROOT, capture_output=True, text=True
+        [sys.executable, "-c", limited, f"--workdir={tmp_path}", *width],
+        cwd=runs.ROOT,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 1, result.stderr
     errors = [line for line in result.stderr.splitlines() if "error:" in line]

@@ -78,7 +78,11 @@ def test_one_run_at_a_time(tmp_path):
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     other = subprocess.Popen(
-        [sys.executable, "-c", hold], cwd=runs.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", hold],
+        cwd=runs.ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     with other:
         assert other.stdout.readline() == b"open\n"
