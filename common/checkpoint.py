@@ -1,8 +1,9 @@
 """Checkpoints: the only file that imports orbax.
 
-A state is saved as a flat {path: array} tree, so that what is on disk can be compared with what a run needs by name
-and shape, leaf by leaf, before anything is loaded. Each checkpoint is a folder `checkpoints/<step>` that appears
-whole (orbax renames a temporary folder) and is then sealed; one that does not match its seal is not used.
+A state is saved as a flat {path: array} tree, so that what is on disk can be compared with what a run needs
+by name and shape, leaf by leaf, before anything is loaded. Each checkpoint is a folder `checkpoints/<step>`
+that appears whole (orbax renames a temporary folder) and is then sealed; one that does not match its seal is
+not used.
 """
 
 import logging
@@ -45,26 +46,26 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Saving is asynchronous: `wait`, or the next `save`, ends it and raises its errors."""
+    """The checkpoints of one run. Saving is asynchronous; `wait`, or the next `save`, raises its errors."""
 
-    def __init__(self, folder: str, config: CheckpointConfig):
+    def __init__(self, folder: str | epath.Path, config: CheckpointConfig):
         require(config.keep >= 1, "checkpoint.keep", config.keep, "must be at least 1")
         mode = config.best_mode
         require(mode in ("min", "max"), "checkpoint.best_mode", mode, "must be min or max")
         self.folder, self._config = epath.Path(folder), config
         self._pending: tuple[int, Any] | None = None
-        # Saved steps and their metrics, in memory: while the lead seals and prunes, the disk may answer each process
-        # differently, and they must all decide alike.
+        # Saved steps and their metrics, in memory: while the lead seals and prunes, the disk may answer each
+        # process differently, and they must all decide alike.
         self._saved = {step: self._metrics(step) for step in self.steps()}
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first; temporary and unsealed folders are not complete."""
+        """Steps of the complete checkpoints, oldest first; unsealed folders are not complete."""
         if not self.folder.exists():
             return []
         return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit() and seal.is_sealed(p))
 
     def save(self, step: int, state: PyTree, metrics: Mapping[str, float] | None = None) -> None:
-        """Starts saving `state` as checkpoint `step`; one that is already complete only gets the new `metrics`.
+        """Starts saving `state` as checkpoint `step`; a complete one only gets new `metrics`.
 
         `metrics`: the eval metrics measured on this very state, for `best_metric`.
         """
@@ -88,7 +89,7 @@ class Checkpoints:
         self._saved[step] = dict(metrics or {})
 
     def wait(self) -> None:
-        """Waits for the save in progress, seals it and drops the checkpoints no longer kept. Raises its errors."""
+        """Ends the save in progress, seals it, drops what is no longer kept. Raises OSError if it failed."""
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
@@ -250,7 +251,7 @@ def _compare(
         if path not in saved:
             problems.append(f"{path} is missing from it")
             continue
-        if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):  # stored as raw words
+        if jax.numpy.issubdtype(target.dtype, jax.dtypes.prng_key):  # stored as raw words
             target = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(target.shape, target.dtype))
         ours, theirs = _signature(target), _signature(saved[path])
         if ours != theirs:

@@ -1,8 +1,8 @@
 """`fit`: runs any task from its config to DONE.
 
 The order inside an iteration is frozen: evaluate → save → step → log the step before → guard. Evaluation and
-checkpoint of step k see the same state, and reading step k−1's metrics after step k was dispatched never makes the
-device wait.
+checkpoint of step k see the same state, and reading step k−1's metrics after step k was dispatched never
+makes the device wait.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _NOT_LOGGED = ("guard/stops", "guard/consecutive", "guard/bad_steps")
 
 
 class GuardStop(Exception):
-    """The guard ended the run; the state without the bad update is saved."""
+    """The guard ended the run; the state is saved, without the updates that were dropped."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Outcome:
 def fit(task: Task, config: ConfigDict, workdir: str, mesh: Mesh) -> Outcome:
     """Trains `task` to `config.run.steps` in `workdir`, going on where an earlier attempt stopped.
 
-    Raises: ConfigError before any compute for anything wrong with config or workdir; GuardStop; OSError when a
-    checkpoint cannot be written (earlier ones stay).
+    Raises: ConfigError before any compute for anything wrong with config or workdir; GuardStop; OSError when
+    a checkpoint cannot be written (earlier ones stay).
     """
     run, kept = view(config.run, RunConfig, "run"), view(config.checkpoint, CheckpointConfig, "checkpoint")
     require(run.log_every >= 1, "run.log_every", run.log_every, "must be at least 1")
@@ -103,7 +103,8 @@ class _Loop:
         self.due_save = schedule.every(run.save_every, first=False)
         self.evaluated_at = self._evaluated_before() if prepared.resumed else -1
         self.pending: tuple[int, metrics.Metrics] | None = None
-        # Several in-flight steps on a multi-device CPU can exhaust XLA's thread pool and deadlock in a collective.
+        # Several in-flight steps on a multi-device CPU can exhaust XLA's thread pool and deadlock in a
+        # collective.
         self.in_order = jax.default_backend() == "cpu" and jax.local_device_count() > 1
 
     def run(self) -> Outcome:
@@ -152,7 +153,7 @@ class _Loop:
         return None if batch is None else to_global(batch, self.mesh, self.task.batch_axis)
 
     def _log(self, pending: tuple[int, metrics.Metrics] | None) -> None:
-        """Waits for a dispatched step, which bounds those in flight; if due, writes its row and asks the guard."""
+        """Waits for a dispatched step, which bounds those in flight; if due, logs it and asks the guard."""
         if pending is None:
             return
         step, step_metrics = pending
@@ -181,7 +182,7 @@ class _Loop:
             self._save({})
             self.checkpoints.wait()
             self.writer.event(self.step, "guard_stop", judgement.stop)
-            raise GuardStop(f"stopped at step {self.step}: {judgement.stop}; the state without it is saved")
+            raise GuardStop(f"stopped at step {self.step}: {judgement.stop}; the state is saved")
 
     def _evaluate(self, total: int) -> dict[str, float] | None:
         """Runs the evals due at this step and writes one row.
@@ -205,8 +206,8 @@ class _Loop:
         return {key: float(np.mean(value)) for key, value in row.items()}
 
     def _record(self, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """The scalars and per-seed vectors of an eval, renamed for its row; larger arrays go to artifacts/."""
-        kept = {key: value for key, value in arrays.items() if value.ndim >= 2}
+        """An eval's scalars and per-seed vectors, renamed for its row; larger arrays go to artifacts/."""
+        kept: dict[str, Any] = {key: value for key, value in arrays.items() if value.ndim >= 2}
         if kept and is_lead():
             target = self.folder.path / "artifacts" / f"{name}_{self.step}.npz"
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """SIGTERM and SIGINT: stop soon, lose nothing.
 
-A preempted machine gives seconds. Between steps a flag is enough. An evaluation can be long and changes no state, so
-the signal cuts it short. While XLA compiles, Python handlers do not run at all and nothing is unsaved yet, so a
-thread woken by the kernel ends the process at once.
+A preempted machine gives seconds. Between steps a flag is enough. An evaluation can be long and changes no
+state, so the signal cuts it short. While XLA compiles, Python handlers do not run at all and nothing is
+unsaved yet, so a thread woken by the kernel ends the process at once.
 """
 
 import contextlib
@@ -27,9 +27,10 @@ class Interrupted(BaseException):
 class StopSignal:
     """Context manager that turns SIGTERM and SIGINT into `requested`; the second SIGINT kills.
 
-    With several processes SIGTERM is left to JAX's preemption service, through which they agree on the step to stop
-    at (`agreed`), and SIGINT is passed on to it; nothing is cut short, since the others would wait for this process.
-    Outside the main thread Python allows no handlers: nothing is installed and `requested` stays False.
+    With several processes SIGTERM is left to JAX's preemption service, through which they agree on the step
+    to stop at (`agreed`), and SIGINT is passed on to it; nothing is cut short, since the others would wait
+    for this process. Outside the main thread Python allows no handlers: nothing is installed and `requested`
+    stays False.
     """
 
     def __init__(self) -> None:

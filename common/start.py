@@ -1,7 +1,7 @@
 """From a task to a compiled step and a state to begin with.
 
-The state comes from the first of these that exists: a checkpoint in the workdir, `run.resume_from` (a whole state of another
-run), `run.init_from` (parameters only), the task's `init`.
+The state comes from the first of these that exists: a checkpoint in the workdir, `run.resume_from` (a whole
+state of another run), `run.init_from` (parameters only), the task's `init`.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class RunConfig:
       resume_from: a workdir whose newest state a new run begins with.
       init_from: a workdir or checkpoint whose parameters a new run begins with, at step 0.
       trackers: any of tensorboard, wandb, trackio.
-      matmul_precision: default, high or highest. By default a TPU multiplies float32 matrices in bfloat16 and a
-        GPU in TF32; highest is float32 everywhere, as on CPU.
+      matmul_precision: default, high or highest. By default a TPU multiplies float32 matrices in bfloat16 and
+        a GPU in TF32; highest is float32 everywhere, as on CPU.
       debug: run the step without compiling it, and stop at the first NaN.
       stall_timeout: end the run when a step, evaluation, compilation or restore takes more seconds; 0 is off.
     """

@@ -1,8 +1,9 @@
 """Ends a run that no longer moves, and the processes that wait for one that failed.
 
-A process that is stuck still sends JAX's heartbeats, and the others would sit in a collective for ever. So each process
-counts the stages it enters (all enter the same ones in the same order), a thread publishes the count in the
-key-value store of JAX's coordination service, and the process with the lowest count is the one that is late.
+A process that is stuck still sends JAX's heartbeats, and the others would sit in a collective for ever. So
+each process counts the stages it enters (all enter the same ones in the same order), a thread publishes the
+count in the key-value store of JAX's coordination service, and the process with the lowest count is the one
+that is late.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ _FAILED, _BEATS = "triptych/failed", "triptych/beats"
 class Watchdog:
     """Context manager of a run; `beat` names the stage that begins.
 
-    Args: `timeout` is the longest time in seconds a stage may take (compilation, evaluation and restore are stages
-    too); 0 is off. With several processes the failure of another one is looked for in any case.
+    Args: `timeout` is the longest time in seconds a stage may take (compilation, evaluation and restore are
+    stages too); 0 is off. With several processes the failure of another one is looked for in any case.
     """
 
     def __init__(self, timeout: float):
@@ -80,8 +81,13 @@ class Watchdog:
             lines.append("all processes are at the same stage")
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame, limit=8)) if frame else ""
-        print("\n".join([f"error: {lines[0]}", *lines[1:], "the main thread is at", stack]), file=sys.stderr, flush=True)
-        # Everyone comes to the same conclusion within a poll; the store ends with process 0, so that goes last.
+        print(
+            "\n".join([f"error: {lines[0]}", *lines[1:], "the main thread is at", stack]),
+            file=sys.stderr,
+            flush=True,
+        )
+        # Everyone comes to the same conclusion within a poll; the store ends with process 0, so that goes
+        # last.
         time.sleep(1.0 if self._store and jax.process_index() == 0 else 0.0)
         _end(STALLED)
 
@@ -137,7 +143,7 @@ class _Store:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with an exit code. One of several that failed must not wait for the others, who cannot end."""
+    """Ends this process; one of several that failed must not wait for the others, who cannot end."""
     if code == 0 or not jax.distributed.is_initialized():
         sys.exit(code)
     _Store().report_failure(f"exit code {code}")

@@ -23,7 +23,8 @@ from common.config import ConfigError
 from common.mesh import from_lead, is_lead
 from common.writer import read_events
 
-# Length, cadence, logging and the devices may change between attempts; everything else would change what a run is.
+# Length, cadence, logging and the devices may change between attempts; everything else would change what a
+# run is.
 SAFE_KEYS = (
     "run.steps",
     "run.log_every",
@@ -78,8 +79,8 @@ def open_workdir(path: str, config: ConfigDict) -> Workdir:
     """Creates or re-opens a run folder, and writes `config.json`.
 
     Raises: ConfigError when another run is using the folder, when it was started with another config (the
-    differences are listed; SAFE_KEYS may differ), when it cannot be written, or when the processes of one run do not
-    all see the same folder.
+    differences are listed; SAFE_KEYS may differ), when it cannot be written, or when the processes of one run
+    do not all see the same folder.
     """
     folder = epath.Path(path)
     saved = folder / "config.json"
@@ -142,7 +143,7 @@ def _write(file: epath.Path, text: str) -> None:
 
 
 def _check_shared(folder: epath.Path) -> None:
-    """Raises ConfigError, in every process, if one of them does not find in its folder what the lead wrote."""
+    """Raises ConfigError, in every process, if one of them does not see the lead's folder."""
     if jax.process_count() == 1:
         return
     token = from_lead(secrets.randbelow(2**31))

@@ -77,8 +77,8 @@ def main(arguments: list[str]) -> int:
 def with_faults(task: Task, faults: dict[str, float]) -> Task:
     """The task with what a test asked for:
 
-    slow_step, slow_eval, slow_compile, slow_restore: seconds a batch, the eval at step 2, tracing the step, or loading takes.
-    stuck_at, raise_at: the step (1, 2, …) whose batch never comes, or raises.
+    slow_step, slow_eval, slow_compile, slow_restore: seconds a batch, the eval at step 2, tracing the step,
+    or loading takes. stuck_at, raise_at: the step (1, 2, …) whose batch never comes, or raises.
     """
     opened: list[int] = []
 

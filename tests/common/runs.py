@@ -1,6 +1,7 @@
-"""What the tests of whole runs share: the toy task through `fit`, here or in another process, and comparisons."""
+"""What the tests of whole runs share: the toy task through `fit`, here or in a process of its own."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -39,9 +40,7 @@ def run(workdir: pathlib.Path, change=lambda task: task, **kwargs) -> Outcome:
 
 
 def hashed(task: Task, log: list[tuple[int, int]]) -> Task:
-    """The task with (step, hash of the batch) of each batch appended to `log`, the peek for shapes left out."""
-    import dataclasses
-
+    """The task that appends (step, hash of the batch) to `log`, the peek for shapes left out."""
     streams: list[int] = []
 
     def batches(start: int) -> Iterator:
@@ -80,7 +79,7 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 
 
 class Process:
-    """`tests.common.run_toy` in a process of its own; its output goes to a file that can be read meanwhile."""
+    """`tests.common.run_toy` in a process of its own, whose output can be read meanwhile."""
 
     def __init__(
         self, workdir: pathlib.Path, *arguments: str, env: dict[str, str] | None = None, devices: int = 8

@@ -1,4 +1,4 @@
-"""A signal at any moment: the process ends soon with exit code 0, and the run goes on as if nothing had been."""
+"""A signal at any moment: the process ends soon with exit code 0, and nothing is lost."""
 
 import os
 import signal
@@ -24,7 +24,8 @@ def whole(tmp_path_factory):
     return runs.curve(workdir)
 
 
-# Behaviours row 34. What the process prints when it is time for the signal, what was made slow, the newest checkpoint.
+# Behaviours row 34. What the process prints when it is time for the signal, what was made slow, the newest
+# checkpoint.
 MOMENTS = {
     "compile": ("tracing", "slow_compile:30", None),
     "first batch": ("compiled", "slow_step:30", 0),

@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_an_unreadable_config_is_refused(tmp_path, text):
     begin(tmp_path)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="config.json: not a run's config"):
+    with pytest.raises(ConfigError, match=r"config.json: not a run's config"):
         open_workdir(str(tmp_path), toy.config())
 
 
@@ -138,7 +138,7 @@ def test_attempts_and_done(tmp_path):
 
 def test_a_shorter_run_is_refused(tmp_path):
     runs.run(tmp_path, run__steps=4)
-    with pytest.raises(ConfigError, match="run.steps=2: the checkpoint is already at step 4"):
+    with pytest.raises(ConfigError, match=r"run.steps=2: the checkpoint is already at step 4"):
         runs.run(tmp_path, run__steps=2)
 
 

@@ -13,7 +13,7 @@ from experiments import train
 ROOT = pathlib.Path(__file__).parents[2]
 FIGURE = ROOT / "experiments/diffusion_mem/fig2_memorization_window.py"
 TINY = f"--config={FIGURE}:scale=tiny,n=16"
-SHORT = ("--config.run.steps=5", "--config.run.log_every=1", "--config.evaluate.first=2")
+SHORT = ("--config.run.steps=5", "--config.run.log_every=1", "--config.evaluate.first=2", "--config.evaluate.milestones=3")
 TIMES = ("time", "attempt", "steps_per_second", "examples_per_second")
 
 
@@ -82,6 +82,7 @@ WRONG = {
     "more milestones than steps": (["--config.evaluate.milestones=9"], ["evaluate.milestones=9", "between 1 and 4"]),
     "more sampler steps than trained": (["--config.evaluate.sampler_steps=1001"], ["sampler_steps=1001", "1000"]),
     "unknown features": (["--config.evaluate.features=inception"], ["'inception'", "random-conv"]),
+    "unknown precision": (["--config.run.matmul_precision=best"], ["run.matmul_precision='best'", "highest"]),
     "unknown task": (["--config.task=diffusion"], ["config.task='diffusion'", "diffusion_mem"]),
     "not --name=value": (["lr=1"], ["argument='lr=1'", "usage:"]),
     "a flag without a value": (["--workdir"], ["argument='--workdir'", "usage:"]),
