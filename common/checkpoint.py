@@ -48,7 +48,7 @@ class CheckpointConfig:
 class Checkpoints:
     """The checkpoints of one run. Saving is asynchronous; `wait`, or the next `save`, raises its errors."""
 
-    def __init__(self, folder: str | epath.Path, config: CheckpointConfig):
+    def __init__(self, folder: epath.PathLike, config: CheckpointConfig):
         require(config.keep >= 1, "checkpoint.keep", config.keep, "must be at least 1")
         mode = config.best_mode
         require(mode in ("min", "max"), "checkpoint.best_mode", mode, "must be min or max")
@@ -184,7 +184,7 @@ def flatten(state: PyTree) -> dict[str, jax.Array]:
     return flat
 
 
-def restore(folder: str | epath.Path, like: PyTree, shardings: PyTree) -> PyTree:
+def restore(folder: epath.PathLike, like: PyTree, shardings: PyTree) -> PyTree:
     """Loads a state shaped as `like` (ShapeDtypeStructs) onto `shardings`, whatever devices saved it.
 
     Raises: ConfigError naming each path that is missing, left over or of another shape; CorruptCheckpoint.

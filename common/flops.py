@@ -25,7 +25,9 @@ def _count(jaxpr: core.Jaxpr) -> float:
 
 def _equation(equation: core.JaxprEqn) -> float:
     name, params = equation.primitive.name, equation.params
-    shapes = [getattr(variable.aval, "shape", ()) for variable in (*equation.invars, *equation.outvars)]
+    shapes: list[Any] = [
+        getattr(variable.aval, "shape", ()) for variable in (*equation.invars, *equation.outvars)
+    ]
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[0][axis] for axis in contracted)

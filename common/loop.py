@@ -170,9 +170,15 @@ class _Loop:
         self._guard(host)
 
     def _flush(self) -> None:
-        """Logs the last step before an eval, a save or the end, so that rows stay in order."""
+        """Logs the last step before an eval, a save or the end, so that rows stay in order.
+
+        The guard judges it in any case: a bad update that is in a saved state and was not reported never
+        would be, since what a state counts belongs to the attempt that saved it.
+        """
         previous, self.pending = self.pending, None
         self._log(previous)
+        if previous is not None:
+            self._guard(metrics.to_host(previous[1]))
 
     def _guard(self, host: Mapping[str, Any]) -> None:
         judgement = self.judge(host)

@@ -62,7 +62,7 @@ class Workdir:
             self._lock.close()
 
 
-def is_done(path: str | epath.Path) -> bool:
+def is_done(path: epath.PathLike) -> bool:
     """Whether the run in this folder is finished."""
     return (epath.Path(path) / "DONE").exists()
 
@@ -121,7 +121,7 @@ def check_same(folder: epath.Path, config: ConfigDict) -> None:
         )
 
 
-def saved_config(folder: str | epath.Path) -> ConfigDict:
+def saved_config(folder: epath.PathLike) -> ConfigDict:
     """The config a run folder was started with. Raises ConfigError when it holds none that can be read."""
     file = epath.Path(folder) / "config.json"
     try:

@@ -90,7 +90,7 @@ class _Children:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does: by default it would leave the runs without a parent."""
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does: its default would leave the runs without a parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,9 +130,7 @@ def _shares(width: int) -> list[set[int] | None]:
     return [set(cores[i::width]) or {cores[i % len(cores)]} for i in range(width)]
 
 
-def _run(
-    name: str, config: ConfigDict, workdir: Path, cores: set[int] | None, children: _Children
-) -> str:
+def _run(name: str, config: ConfigDict, workdir: Path, cores: set[int] | None, children: _Children) -> str:
     """'' on success, else the last line of standard error."""
     workdir.parent.mkdir(parents=True, exist_ok=True)
     request, log = (workdir.parent / f"{name}{suffix}" for suffix in (".json", ".log"))

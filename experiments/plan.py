@@ -67,6 +67,6 @@ def show(configs: Sequence[tuple[str, ConfigDict]]) -> None:
         console = Console(width=140)
     console.print(table)
     console.print(
-        f"This machine multiplies float32 matrices at {rate / 1e9:.0f} GFLOP/s. At half of that the updates take "
-        f"{minutes:.1f} minutes; evaluation comes on top."
+        f"This machine multiplies float32 matrices at {rate / 1e9:.0f} GFLOP/s. At half of that the updates "
+        f"take {minutes:.1f} minutes; evaluation comes on top."
     )

@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m experiments.reproduce", description=__doc__.split("\n")[0], allow_abbrev=False
+        prog="python -m experiments.reproduce", description=(__doc__ or "").split("\n")[0], allow_abbrev=False
     )
     parser.add_argument("figure", help="<paper>/<figure>, e.g. diffusion_mem/fig2_memorization_window")
     parser.add_argument("--scale", default="cpu", help="tiny, cpu, gpu or paper, as far as the figure has it")
@@ -149,7 +149,8 @@ def _print(claims: Sequence[Claim], failures: dict[str, str], page: Path, second
         measured = f"{claim.measured:.3g}" if isinstance(claim.measured, float) else str(claim.measured)
         interval = f" [{claim.interval[0]:.3g}, {claim.interval[1]:.3g}]" if claim.interval else ""
         print(
-            f"{claim.verdict.upper():>24}  {claim.statement}: measured {measured}{interval}, paper {claim.paper_value}"
+            f"{claim.verdict.upper():>24}  {claim.statement}: measured {measured}{interval}, "
+            f"paper {claim.paper_value}"
         )
     for name, reason in failures.items():
         print(f"{'FAILED':>24}  {name}: {reason}")

@@ -51,7 +51,7 @@ class Run:
         return arrays if self.num_seeds > 1 else {key: value[None] for key, value in arrays.items()}
 
 
-def load_run(path: str | epath.Path, name: str) -> Run:
+def load_run(path: epath.PathLike, name: str) -> Run:
     """Reads a run folder. Raises ConfigError when it holds no run."""
     folder = epath.Path(path)
     return Run(name, folder, saved_config(folder), read_metrics(folder), is_done(folder))

@@ -16,6 +16,7 @@ from common.config import ConfigError  # noqa: E402
 from common.loop import GuardStop, Outcome, fit  # noqa: E402
 from common.mesh import ParallelConfig, initialize_distributed, is_lead, make_mesh  # noqa: E402
 from common.report import run_report  # noqa: E402
+from common.start import RunConfig  # noqa: E402
 from common.watchdog import leave  # noqa: E402
 from experiments.tasks import build  # noqa: E402
 
@@ -46,10 +47,11 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
 
 def run(config: ConfigDict, workdir: str) -> Outcome:
     """Builds the task of `config` and trains it in `workdir`."""
-    precision = config.run.matmul_precision
+    settings = config_lib.view(config.run, RunConfig, "run")
+    precision = settings.matmul_precision
     config_lib.require(precision in PRECISIONS, "run.matmul_precision", precision, f"one of {PRECISIONS}")
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
-    if config.run.debug:
+    if settings.debug:
         jax.config.update("jax_disable_jit", True)
         jax.config.update("jax_debug_nans", True)
     mesh = make_mesh(config_lib.view(config.parallel, ParallelConfig, "parallel"))

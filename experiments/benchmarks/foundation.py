@@ -1,8 +1,8 @@
 """`make bench`: what the training step, the loop around it and the sampler of the first slice cost here.
 
-python -m experiments.benchmarks.foundation writes results/benchmarks/foundation.json and prints the same rows:
-the step's share of this machine's matrix-product rate; what data and logging add to the bare step; what the
-guard and seeds side by side cost; training step and DDIM against the same network in PyTorch on the CPU.
+python -m experiments.benchmarks.foundation writes results/benchmarks/foundation.json and prints the same
+rows: the step's share of this machine's matrix-product rate; what data and logging add to the bare step; what
+the guard and seeds side by side cost; training step and DDIM against the same network in PyTorch on the CPU.
 """
 
 import json
@@ -22,6 +22,7 @@ from common import runtime
 runtime.configure()
 
 import jax  # noqa: E402 - after the environment is set
+import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
@@ -132,7 +133,7 @@ def seeds_cost(sizes: Sizes) -> list[Row]:
 def against_torch(sizes: Sizes) -> list[Row]:
     """Training step and DDIM as a ratio to the same network in PyTorch, after checking that both agree."""
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         from experiments.benchmarks import torch_peer
     except ModuleNotFoundError:
@@ -167,7 +168,10 @@ def _sampling_against_torch(sizes: Sizes, process: Any) -> list[Row]:
     network = torch_peer.ResidualMLP(params)
     peer = torch_peer.sampler(network, process, sizes.sampler_steps)
     difference = max(
-        _difference(predict(params, x_init, np.full(len(x_init), t)), torch_peer.noise(network, x_init, t))
+        _difference(
+            predict(params, jnp.asarray(x_init), jnp.full(len(x_init), t)),
+            torch_peer.noise(network, x_init, t),
+        )
         for t in (1, process.num_steps // 2, process.num_steps - 1)
     )
     if not difference <= _TOLERANCE:

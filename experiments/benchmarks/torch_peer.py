@@ -1,4 +1,4 @@
-"""The network of `diffusion_mem.denoisers` in PyTorch, with its training step and sampler: a peer to time against.
+"""The network of `diffusion_mem.denoisers` in PyTorch, its training step and sampler: a peer to time against.
 
 PyTorch is no dependency; this file may be imported only where it is installed.
 """

@@ -139,6 +139,24 @@ def test_a_nan_batch_is_skipped(tmp_path):
     runs.assert_same(longer.state, runs.run(tmp_path / "whole", poisoned({5}), run__steps=9).state)
 
 
+def test_a_bad_update_is_reported_before_it_is_saved(tmp_path):
+    """A run that dies between a save and the next row has said what its saved state holds."""
+
+    def dying(task):
+        def batches(first):
+            for step, batch in enumerate(poisoned({1})(task).batches(first), start=first):
+                if step == 3:
+                    raise RuntimeError("the disk of the data is gone")
+                yield batch
+
+        return dataclasses.replace(task, batches=batches)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        runs.run(tmp_path, dying, run__steps=9, run__save_every=2, run__log_every=100)
+    assert runs.checkpoints(tmp_path)[-1] == 2
+    assert [event["batch"] for event in runs.events(tmp_path, "bad_update")] == [1]
+
+
 def test_a_nan_batch_stops_the_run_once(tmp_path):
     """Behaviours row 46: saved without the update, not DONE; the next attempt goes on behind the batch."""
     stop = {"guard__nonfinite": "stop", "run__steps": 9}

@@ -7,7 +7,7 @@ import pytest
 
 from common.config import ConfigError
 from diffusion_mem.data import load, subset
-from diffusion_mem.memorization import bootstrap_interval, gap_ratio, memorized_fraction
+from diffusion_mem.memorization import gap_ratio, memorized_fraction
 
 REFERENCE = np.load(pathlib.Path(__file__).parents[1] / "reference" / "diffusion.npz", allow_pickle=False)
 
@@ -129,49 +129,3 @@ def test_thresholds_order_the_fraction():
     fractions = [float(memorized_fraction(ratios, k)) for k in (1 / 4, 1 / 3, 1 / 2)]
     np.testing.assert_allclose(fractions, [0.25, 0.5, 0.75])
     assert float(memorized_fraction(np.asarray([1 / 3], np.float32), 1 / 3)) == 0
-
-
-def test_bootstrap_interval_is_deterministic_and_covers_the_mean():
-    flags = np.random.default_rng(3).random(500) < 0.3
-    interval = bootstrap_interval(flags)
-    assert interval == bootstrap_interval(flags)
-    assert interval != bootstrap_interval(flags, seed=1)
-    assert interval.low < flags.mean() < interval.high
-    # The normal approximation of a binomial share.
-    half_width = 1.96 * np.sqrt(0.3 * 0.7 / 500)
-    np.testing.assert_allclose(interval.high - interval.low, 2 * half_width, rtol=0.15)
-
-
-def test_bootstrap_interval_has_its_coverage():
-    rng = np.random.default_rng(0)
-    hits = 0
-    for seed in range(200):
-        interval = bootstrap_interval(rng.normal(size=100), num_resamples=400, seed=seed)
-        hits += interval.low <= 0 <= interval.high
-    # 95 % nominal; five standard deviations of 200 trials below it.
-    assert hits / 200 > 0.95 - 5 * np.sqrt(0.95 * 0.05 / 200)
-
-
-def test_bootstrap_interval_widens_with_its_level():
-    values = np.random.default_rng(0).normal(size=200)
-    narrow, wide = bootstrap_interval(values, level=0.5), bootstrap_interval(values, level=0.99)
-    assert wide.low < narrow.low < narrow.high < wide.high
-
-
-def test_bootstrap_interval_of_equal_values_has_no_width():
-    assert bootstrap_interval(np.zeros(50)) == (0.0, 0.0)
-    assert bootstrap_interval(np.asarray([2.0])) == (2.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"values": []},
-        {"values": [[1.0]]},
-        {"values": [1.0], "level": 1.0},
-        {"values": [1.0], "num_resamples": 0},
-    ],
-)
-def test_bootstrap_refuses_bad_input(arguments):
-    with pytest.raises(ConfigError):
-        bootstrap_interval(**arguments)

@@ -74,7 +74,7 @@ def assert_close(a, b, tolerance):
 
 
 def moved(**kwargs):
-    """SGD: after five of Adam's steps rounding in gradients near zero would have been blown up to whole steps."""
+    """SGD: Adam would blow up rounding in gradients near zero to whole steps."""
     return after(5, optim__name="sgd", optim__lr=0.05, **kwargs)
 
 
@@ -92,7 +92,10 @@ def one_device():
         ("shard_map", {"parallel__mode": "shard_map"}),
         ("pmap", {"parallel__mode": "pmap"}),
         ("two microbatches", {"optim__microbatches": 2}),
-        ("four microbatches on 4 devices in shard_map", {"optim__microbatches": 4, "parallel__mode": "shard_map"}),
+        (
+            "four microbatches on 4 devices in shard_map",
+            {"optim__microbatches": 4, "parallel__mode": "shard_map"},
+        ),
     ],
 )
 def test_devices_modes_and_accumulation_do_not_change_the_result(name, changes, one_device):
@@ -152,7 +155,8 @@ def test_seeds_side_by_side_are_the_runs_alone():
     for _ in range(3):
         state, metrics = step(state, next(batches))
         results = [
-            jax.jit(task.step)(one, next(stream)) for task, one, stream in zip(tasks, singles, streams, strict=True)
+            jax.jit(task.step)(one, next(stream))
+            for task, one, stream in zip(tasks, singles, streams, strict=True)
         ]
         singles = [one for one, _ in results]
         np.testing.assert_allclose(metrics["loss"], [float(m["loss"]) for _, m in results], rtol=1e-5)
@@ -322,7 +326,9 @@ def test_streams_of_a_step_are_its_own():
     assert loss == float(step(state, batch)[1]["loss"])
     assert loss != float(step(state.replace(step=state.step + 1), batch)[1]["loss"])
     key = train_state.step_key(state, "noise")
-    assert not jnp.array_equal(jax.random.key_data(key), jax.random.key_data(train_state.step_key(state, "samples")))
+    assert not jnp.array_equal(
+        jax.random.key_data(key), jax.random.key_data(train_state.step_key(state, "samples"))
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from experiments.tasks import build
 
 ROOT = pathlib.Path(__file__).parents[2] / "experiments"
 FIGURES = sorted(
-    f"{path.parent.name}/{path.stem}" for pattern in ("fig*.py", "table*.py") for path in ROOT.glob(f"*/{pattern}")
+    f"{path.parent.name}/{path.stem}"
+    for pattern in ("fig*.py", "table*.py")
+    for path in ROOT.glob(f"*/{pattern}")
 )
 MODULES = {name: reproduce.load_figure(name) for name in FIGURES}
 SCALES = [(name, scale) for name, module in MODULES.items() for scale in module.SWEEP]
@@ -89,7 +91,9 @@ def test_first_and_last_run_have_a_task_whose_state_can_be_shaped(name, scale):
         assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(state.params))
         if task.batches is not None:
             batch = next(task.batches(0))
-            assert {leaf.shape[task.batch_axis] for leaf in jax.tree.leaves(batch)} == {task.examples_per_step // 2}
+            assert {leaf.shape[task.batch_axis] for leaf in jax.tree.leaves(batch)} == {
+                task.examples_per_step // 2
+            }
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -148,7 +152,9 @@ def record_reads(monkeypatch):
     def recording_get(section, name):
         value = get(section, name)
         if not isinstance(value, ConfigDict):
-            read.update(path for path in paths.get(frozenset(section.keys()), ()) if path.endswith(f".{name}"))
+            read.update(
+                path for path in paths.get(frozenset(section.keys()), ()) if path.endswith(f".{name}")
+            )
             if "task" in section:
                 read.add(name)
         return value

@@ -10,7 +10,7 @@ FIGURE = "diffusion_mem/fig2_memorization_window"
 
 
 def test_cost_is_that_of_the_networks_layers():
-    """Per seed and example: forward and twice that for the two gradients, except those with respect to inputs."""
+    """Per seed and example: forward, and twice that for gradients, except those with respect to inputs."""
     _, config = reproduce.configs(reproduce.load_figure(FIGURE), "tiny", 2)[0]
     cost = plan.cost_of(config)
     state = jax.eval_shape(build(config, make_mesh(ParallelConfig())).init, run_key(config.run))

@@ -192,15 +192,20 @@ def test_signal_leaves_resumable_runs_and_no_process(number, figure, tmp_path):
     folder = figure({"data.n": [16, 32], "run.steps": [10**6, 10**6 + 1]})
     program = (
         "import pathlib, sys; from experiments import reproduce; "
-        f"reproduce._ROOT = pathlib.Path({str(tmp_path / 'figures')!r}); sys.exit(reproduce.main(sys.argv[1:]))"
+        f"reproduce._ROOT = pathlib.Path({str(tmp_path / 'figures')!r}); "
+        "sys.exit(reproduce.main(sys.argv[1:]))"
     )
     arguments = ["paper/fig0_test", "--scale=tiny", "--jobs=2", f"--out={tmp_path / 'out'}"]
     command = [sys.executable, "-c", program, *arguments]
     parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        runs = [folder / "runs" / f"data.n={n},run.steps={steps}" for n, steps in ((16, 10**6), (32, 10**6 + 1))]
+        runs = [
+            folder / "runs" / f"data.n={n},run.steps={steps}" for n, steps in ((16, 10**6), (32, 10**6 + 1))
+        ]
         end = time.monotonic() + 90
-        while not all((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size for run in runs):
+        while not all(
+            (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size for run in runs
+        ):
             assert parent.poll() is None, parent.stderr.read()
             assert time.monotonic() < end
             time.sleep(0.1)

@@ -13,7 +13,12 @@ from experiments import train
 ROOT = pathlib.Path(__file__).parents[2]
 FIGURE = ROOT / "experiments/diffusion_mem/fig2_memorization_window.py"
 TINY = f"--config={FIGURE}:scale=tiny,n=16"
-SHORT = ("--config.run.steps=5", "--config.run.log_every=1", "--config.evaluate.first=2", "--config.evaluate.milestones=3")
+SHORT = (
+    "--config.run.steps=5",
+    "--config.run.log_every=1",
+    "--config.evaluate.first=2",
+    "--config.evaluate.milestones=3",
+)
 TIMES = ("time", "attempt", "steps_per_second", "examples_per_second")
 
 
@@ -30,7 +35,9 @@ def finished(tmp_path_factory):
 
 def contents(folder):
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
+    return {
+        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files
+    }
 
 
 def curve(workdir):
@@ -65,8 +72,14 @@ WRONG = {
         ["--config.optim.microbatches=3"],
         ["optim.microbatches=3", "8 devices", "batch of 16"],
     ),
-    "mesh with another product": (["--config.parallel.data=3"], ["'data': 3", "multiplies to 3", "8 devices"]),
-    "mesh that cannot be inferred": (["--config.parallel.fsdp=3"], ["'fsdp': 3", "does not divide 8 devices"]),
+    "mesh with another product": (
+        ["--config.parallel.data=3"],
+        ["'data': 3", "multiplies to 3", "8 devices"],
+    ),
+    "mesh that cannot be inferred": (
+        ["--config.parallel.fsdp=3"],
+        ["'fsdp': 3", "does not divide 8 devices"],
+    ),
     "unknown mode": (["--config.parallel.mode=xmap"], ["parallel.mode='xmap'", "shard_map"]),
     "more images than there are": (["--config.data.n=2000"], ["data.n=2000", "1285 training images"]),
     "one image": (["--config.data.n=1"], ["data.n=1", "between 2 and"]),
@@ -79,8 +92,14 @@ WRONG = {
     "no seed": (["--config.run.num_seeds=0"], ["run.num_seeds=0", "at least 1"]),
     "negative seed": (["--config.run.seed=-1"], ["run.seed=-1", "between 0 and"]),
     "no steps": (["--config.run.steps=0"], ["run.steps=0", "at least 1"]),
-    "more milestones than steps": (["--config.evaluate.milestones=9"], ["evaluate.milestones=9", "between 1 and 4"]),
-    "more sampler steps than trained": (["--config.evaluate.sampler_steps=1001"], ["sampler_steps=1001", "1000"]),
+    "more milestones than steps": (
+        ["--config.evaluate.milestones=9"],
+        ["evaluate.milestones=9", "between 1 and 4"],
+    ),
+    "more sampler steps than trained": (
+        ["--config.evaluate.sampler_steps=1001"],
+        ["sampler_steps=1001", "1000"],
+    ),
     "unknown features": (["--config.evaluate.features=inception"], ["'inception'", "random-conv"]),
     "unknown precision": (["--config.run.matmul_precision=best"], ["run.matmul_precision='best'", "highest"]),
     "unknown task": (["--config.task=diffusion"], ["config.task='diffusion'", "diffusion_mem"]),
@@ -107,7 +126,10 @@ CONFIGS = {
     "unknown scale": (f"{FIGURE}:scale=tinny", ["scale='tinny'", "did you mean 'tiny'"]),
     "unknown argument": (f"{FIGURE}:m=16", ["unknown argument 'm'", "n"]),
     "wrong type": (f"{FIGURE}:n=many", ["n='many'", "expected an integer"]),
-    "missing file": (f"{FIGURE.with_name('fig2_memorisation_window.py')}", ["no such file", "'fig2_memorization"]),
+    "missing file": (
+        f"{FIGURE.with_name('fig2_memorisation_window.py')}",
+        ["no such file", "'fig2_memorization"],
+    ),
     "missing JSON": ("nowhere/config.json", ["nowhere/config.json", "no such file"]),
     "another file": (f"{ROOT / 'common/task.py'}", ["task.py", "no get_config"]),
     "nothing": ("", ["--config=''", "is needed", "usage:"]),
@@ -124,7 +146,9 @@ def test_config_that_cannot_be_used(config, words, tmp_path, capfd, compiled):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("given", "needed"), [([TINY], "--workdir"), (["--workdir=x"], "--config"), ([], "--config")])
+@pytest.mark.parametrize(
+    ("given", "needed"), [([TINY], "--workdir"), (["--workdir=x"], "--config"), ([], "--config")]
+)
 def test_missing_argument(given, needed, capfd):
     assert train.main(given) == 2
     err = capfd.readouterr().err
@@ -174,7 +198,15 @@ def test_finished_run_makes_no_further_update(finished, compiled):
 
 def test_a_workdir_holds_what_it_should(finished):
     names = {path.name for path in finished.iterdir()}
-    assert {"config.json", "metrics.jsonl", "events.jsonl", "checkpoints", "artifacts", "report.html", "DONE"} <= names
+    assert {
+        "config.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "checkpoints",
+        "artifacts",
+        "report.html",
+        "DONE",
+    } <= names
     assert [row["step"] for row in read_metrics(finished, kind="train")] == [1, 2, 3, 4, 5]
     assert [row["step"] for row in read_metrics(finished, kind="eval")] == [2, 3, 5]
     row = read_metrics(finished)[0]
@@ -197,7 +229,14 @@ def test_same_seed_twice_gives_the_same_rows_and_another_seed_others(finished, t
 
 
 def test_exit_code_and_streams_of_the_program(tmp_path):
-    command = [sys.executable, "-m", "experiments.train", TINY, "--config.optim.learning_rte=1", "--workdir=run"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.train",
+        TINY,
+        "--config.optim.learning_rte=1",
+        "--workdir=run",
+    ]
     result = subprocess.run(
         command, cwd=tmp_path, env={**_environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -209,14 +248,22 @@ def test_exit_code_and_streams_of_the_program(tmp_path):
 
 @pytest.mark.slow
 def test_debug_runs_without_compiling_and_stops_at_a_nan(tmp_path):
-    arguments = [TINY, *SHORT, "--config.run.debug=true", "--config.run.num_seeds=1", f"--workdir={tmp_path / 'run'}"]
+    arguments = [
+        TINY,
+        *SHORT,
+        "--config.run.debug=true",
+        "--config.run.num_seeds=1",
+        f"--workdir={tmp_path / 'run'}",
+    ]
     command = [sys.executable, "-m", "experiments.train", *arguments]
     environment = {**_environment(), "XLA_FLAGS": ""}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "DONE").exists()
     arguments = [*arguments[:-1], f"--workdir={tmp_path / 'nan'}", "--config.optim.lr=1e38"]
-    result = subprocess.run([*command[:3], *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [*command[:3], *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 1
     assert "FloatingPointError" in result.stderr
 

@@ -14,7 +14,9 @@ SIZES = (32, 64, 128, 256)
 REPRODUCED, TREND, NOT = Verdict.REPRODUCED, Verdict.TREND_ONLY, Verdict.NOT_REPRODUCED
 
 
-def runs_of(tau_mem, tau_gen=lambda n: 100.0, gap=None, sizes=SIZES, seeds=5, end=1e5, points=240, folder="."):
+def runs_of(
+    tau_mem, tau_gen=lambda n: 100.0, gap=None, sizes=SIZES, seeds=5, end=1e5, points=240, folder="."
+):
     """Runs in which each time is the given function of n, but for 1 % of noise over seeds."""
     steps = np.unique(np.geomspace(1, end, points).astype(int))
     return [_run(n, steps, tau_mem(n), tau_gen(n), (gap or tau_mem)(n), seeds, folder) for n in sizes]
@@ -30,7 +32,9 @@ def _run(n, steps, tau_mem, tau_gen, gap, seeds, folder):
             "loss/train": np.full(seeds, 0.1),
             "loss/test": 0.1 + 0.1 * (step / (gap * factor)) ** 2,
         }
-        rows.append({"step": int(step)} | {name: (v if seeds > 1 else v[:1]).tolist() for name, v in row.items()})
+        rows.append(
+            {"step": int(step)} | {name: (v if seeds > 1 else v[:1]).tolist() for name, v in row.items()}
+        )
     config = fig2.get_config("cpu", n)
     config.run.num_seeds = seeds
     return Run(f"n={n}", epath.Path(folder), config.lock(), rows, True)
@@ -143,7 +147,11 @@ def _with_artifacts(folder, **kwargs):
     seeds = runs[0].num_seeds
     images = np.random.default_rng(0).uniform(-1, 1, (seeds, 8, 8, 8, 1))
     for row in runs[0].rows:
-        arrays = {"samples": images, "nearest": images} if seeds > 1 else {"samples": images[0], "nearest": images[0]}
+        arrays = (
+            {"samples": images, "nearest": images}
+            if seeds > 1
+            else {"samples": images[0], "nearest": images[0]}
+        )
         np.savez(folder / "artifacts" / f"sample_{row['step']}.npz", **arrays)
     return runs
 
@@ -168,7 +176,9 @@ def test_panels_are_drawn_with_their_numbers(kwargs, tmp_path):
     with (tmp_path / "figures" / "times.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * len(sizes) * seeds
-    times = [float(row["step"]) for row in rows if "memorized" in row["time"] and row["n"] in ("128", "128.0")]
+    times = [
+        float(row["step"]) for row in rows if "memorized" in row["time"] and row["n"] in ("128", "128.0")
+    ]
     if len(sizes) > 1:
         np.testing.assert_allclose(times, 2560, rtol=0.05)
 
