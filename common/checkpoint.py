@@ -8,6 +8,7 @@ not used.
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class Checkpoints:
         require(config.keep >= 1, "checkpoint.keep", config.keep, "must be at least 1")
         mode = config.best_mode
         require(mode in ("min", "max"), "checkpoint.best_mode", mode, "must be min or max")
-        self.folder, self._config = epath.Path(folder), config
+        self.folder, self._config = _absolute(folder), config
         self._pending: tuple[int, Any] | None = None
         # Saved steps and their metrics, in memory: while the lead seals and prunes, the disk may answer each
         # process differently, and they must all decide alike.
@@ -173,6 +174,12 @@ class Checkpoints:
         return [path for path in folders if not (path.name.isdigit() and seal.is_sealed(path))]
 
 
+def _absolute(folder: epath.PathLike) -> epath.Path:
+    """Orbax refuses a relative path, and says so only when it has written half a checkpoint."""
+    path = os.fspath(folder)
+    return epath.Path(path if "://" in path else os.path.abspath(path))
+
+
 def flatten(state: PyTree) -> dict[str, jax.Array]:
     """{path: leaf} of a state; paths do not depend on how containers are typed or keyed.
 
@@ -189,7 +196,7 @@ def restore(folder: epath.PathLike, like: PyTree, shardings: PyTree) -> PyTree:
 
     Raises: ConfigError naming each path that is missing, left over or of another shape; CorruptCheckpoint.
     """
-    folder = epath.Path(folder)
+    folder = _absolute(folder)
     seal.verify(folder)
     return jax.tree.unflatten(jax.tree.structure(like), _load(folder, _targets(like, shardings)))
 
@@ -199,7 +206,7 @@ def restore_params(folder: str, like: PyTree, shardings: PyTree) -> PyTree:
 
     `folder` is a checkpoint, or a workdir, whose newest checkpoint is taken.
     """
-    path = epath.Path(folder)
+    path = _absolute(folder)
     require(path.exists(), "run.init_from", folder, "no such folder")
     if not seal.is_sealed(path):
         steps = Checkpoints(str(path / "checkpoints"), CheckpointConfig()).steps()

@@ -7,7 +7,7 @@ makes the device wait.
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import jax
@@ -77,31 +77,29 @@ def fit(task: Task, config: ConfigDict, workdir: str, mesh: Mesh) -> Outcome:
         return _Loop(task, config, run, mesh, folder, checkpoints, writer, stop, watchdog, prepared).run()
 
 
+@dataclass
 class _Loop:
     """The loop's collaborators, so that its parts can be short functions."""
 
-    def __init__(
-        self,
-        task: Task,
-        config: ConfigDict,
-        run: RunConfig,
-        mesh: Mesh,
-        folder: Workdir,
-        checkpoints: Checkpoints,
-        writer: Writer,
-        stop: StopSignal,
-        watchdog: Watchdog,
-        prepared: Prepared,
-    ):
-        self.task, self.run_config, self.mesh, self.folder = task, run, mesh, folder
-        self.checkpoints, self.writer, self.stop, self.watchdog = checkpoints, writer, stop, watchdog
-        self.state, self.step, self.compiled = prepared.state, prepared.step, prepared.compiled
-        self.judge = guard.Judge(view(config.guard, guard.GuardConfig, "guard"), prepared.state.guard)
-        profiling = view(config.profile, profile.ProfileConfig, "profile")
-        self.tracer = profile.Tracer(profiling, str(folder.path / "trace"))
-        self.due_log = schedule.every(run.log_every, first=False)
-        self.due_save = schedule.every(run.save_every, first=False)
-        self.evaluated_at = self._evaluated_before() if prepared.resumed else -1
+    task: Task
+    config: ConfigDict
+    settings: RunConfig
+    mesh: Mesh
+    folder: Workdir
+    checkpoints: Checkpoints
+    writer: Writer
+    stop: StopSignal
+    watchdog: Watchdog
+    start: InitVar[Prepared]
+
+    def __post_init__(self, start: Prepared) -> None:
+        self.state, self.step, self.compiled = start.state, start.step, start.compiled
+        self.judge = guard.Judge(view(self.config.guard, guard.GuardConfig, "guard"), start.state.guard)
+        profiling = view(self.config.profile, profile.ProfileConfig, "profile")
+        self.tracer = profile.Tracer(profiling, str(self.folder.path / "trace"))
+        self.due_log = schedule.every(self.settings.log_every, first=False)
+        self.due_save = schedule.every(self.settings.save_every, first=False)
+        self.evaluated_at = self._evaluated_before() if start.resumed else -1
         self.pending: tuple[int, metrics.Metrics] | None = None
         # Several in-flight steps on a multi-device CPU can exhaust XLA's thread pool and deadlock in a
         # collective.
@@ -110,7 +108,7 @@ class _Loop:
     def run(self) -> Outcome:
         """Goes through the steps that are left."""
         try:
-            return self._steps(self.run_config.steps)
+            return self._steps(self.settings.steps)
         except BaseException:
             # What was being saved is worth keeping; with several processes it may never be complete.
             if jax.process_count() == 1:
@@ -157,7 +155,7 @@ class _Loop:
         if pending is None:
             return
         step, step_metrics = pending
-        if not self.due_log(step, self.run_config.steps):
+        if not self.due_log(step, self.settings.steps):
             jax.block_until_ready(step_metrics)
             self.writer.progress(step)
             return

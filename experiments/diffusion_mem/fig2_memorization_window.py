@@ -53,7 +53,7 @@ def get_config(scale: str = "cpu", n: int = 128) -> ConfigDict:
     config.data = from_dataclass(DataConfig(n=n, batch_size=256, fill_batch=True))
     config.process = from_dataclass(ProcessConfig())
     config.model = from_dataclass(ModelConfig(width=256, blocks=3))
-    config.evaluate = from_dataclass(EvaluateConfig(milestones=24, first=1, samples=512, sampler_steps=25))
+    config.evaluate = from_dataclass(EvaluateConfig(milestones=20, first=1, samples=512, sampler_steps=25))
     config.optim.lr = 1e-3
     config.run.num_seeds = 5
     config.run.steps = _STEPS_PER_IMAGE[scale] * n

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pathlib
 import random
 import signal
 import time
@@ -135,6 +136,18 @@ def test_resume_from_and_init_from(tmp_path):
     started = runs.run(tmp_path / "started", run__steps=0, run__init_from=str(tmp_path / "source"))
     runs.assert_same(started.state.params, source.state.params)
     assert int(started.state.step) == 0
+
+
+def test_relative_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs.run(pathlib.Path("source"), run__steps=3)
+    assert runs.checkpoints(tmp_path / "source")[-1] == 3
+    resumed = runs.run(pathlib.Path("source"))
+    started = runs.run(pathlib.Path("started"), run__steps=0, run__init_from="source")
+    again = runs.run(pathlib.Path("again"), run__resume_from="source")
+    assert (resumed.step, started.step, again.step) == (6, 0, 6)
+    newest = runs.run(pathlib.Path("newest"), run__steps=0, run__init_from="source/checkpoints/6")
+    runs.assert_same(newest.state.params, resumed.state.params)
 
 
 def final_state(workdir, **overrides):
