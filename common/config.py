@@ -38,7 +38,8 @@ def require(ok: bool, field: str, value: Any, allowed: str) -> None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The hint ' (did you mean x?)' for the known name closest to `name`, or the list of known names."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    initials = "".join(word[:1] for word in name.split("_"))  # learning_rate is lr
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) or [k for k in known if k == initials]
     if close:
         return f" (did you mean {close[0]!r}?)"
     return f" (known: {', '.join(known)})" if known else ""

@@ -148,14 +148,13 @@ def gallery(
     rows: Mapping[str, ArrayLike],
     limits: tuple[float, float] | None = None,
     width: float = 8.4,
-    label_width: float = 1.6,
 ) -> Figure:
     """A figure of rows of images beside their labels, as high as they need.
 
     Args:
       rows: label to images [k, h, w] or [k, h, w, 1 or 3], all of one h × w; k may differ.
       limits: the values drawn black and white; the smallest and largest finite ones by default.
-      width, label_width: of the figure and of its labels, in inches.
+      width: of the figure, in inches.
     """
     images = {name: _colour(np.asarray(batch, np.float64)) for name, batch in rows.items()}
     sizes = {batch.shape[1:3] for batch in images.values()}
@@ -171,6 +170,7 @@ def gallery(
         shown = np.nan_to_num(np.clip((batch - low) / (high - low or 1.0), 0, 1), nan=0.5)
         for j, image in enumerate(shown):
             canvas[i * (h + gap) : i * (h + gap) + h, j * (w + gap) : j * (w + gap) + w] = image
+    label_width = 0.2 + 0.062 * max(map(len, images))  # at font size 8
     height = (width - label_width) * canvas.shape[0] / canvas.shape[1]
     with style():
         fig = Figure(figsize=(width, height))

@@ -38,7 +38,7 @@ def refusal(function, *args, **kwargs) -> str:
         ("model.lr", "config.model.lr", "optim.lr"),  # another section's
         ("model.typo_key", "typo_key", "bpnn, width"),
         ("optim.warmup_step", "warmup_step'", "warmup_steps"),
-        ("optim.learning_rte", "config.optim.learning_rte", "weight_decay"),
+        ("optim.learning_rte", "config.optim.learning_rte", "did you mean 'lr'?"),
         ("optm.lr", "config.optm:", "optim.lr"),  # the misspelt parent, not its child
         ("optm.name", "config.optm:", "'optim.name'"),  # not data.name
         ("dat.name", "config.dat:", "'data.name'"),
