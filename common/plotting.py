@@ -137,6 +137,14 @@ def label(ax: Axes, title: str = "", x: str = "", y: str = "") -> None:
         ax.set(title=title, xlabel=x, ylabel=y)
 
 
+def log_scale(ax: Axes, x: float = 0, y: float = 0) -> None:
+    """Makes the axes with a base (not 0) logarithmic; one without a positive value, which has none, stays."""
+    if x and np.isfinite(ax.xaxis.get_minpos()):
+        ax.set_xscale("log", base=x)
+    if y and np.isfinite(ax.yaxis.get_minpos()):
+        ax.set_yscale("log", base=y)
+
+
 def legend(ax: Axes, **options: Any) -> None:
     """The house legend, where there is something to name."""
     if ax.get_legend_handles_labels()[0]:

@@ -208,8 +208,8 @@ def _curves(runs: Sequence[Run], folder: Path) -> tuple[Path, str]:
             table = plotting.curve(ax, x, values, f"n = {run.config.data.n}", color=colour, linestyle="-")
             drawn.append({**table, "panel": np.full(len(x), title, dtype=object)})
         plotting.label(ax, title, "training steps / n" if collapsed else "training steps τ")
-        ax.set_xscale("log")
-    axes[0, 0].set_yscale("log")
+        plotting.log_scale(ax, x=10)
+    plotting.log_scale(axes[0, 0], y=10)
     plotting.legend(axes[0, 0])
     image = plotting.save_figure(figure, folder / "curves", plotting.stack(drawn))[0]
     caption = (
@@ -237,8 +237,7 @@ def _times(runs: Sequence[Run], folder: Path) -> tuple[Path, str]:
     if np.isfinite(per_image).any():
         sizes, anchor = np.unique(drawn[0]["n"]), np.nanmedian(per_image)
         ax.plot(sizes, anchor * sizes, color="#8C959F", linestyle=":", label=f"{anchor:.3g} n (slope 1)")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    plotting.log_scale(ax, x=2, y=10)
     plotting.label(ax, "When quality and memorization arrive", "training images n", "training steps τ")
     plotting.legend(ax)
     image = plotting.save_figure(figure, folder / "times", plotting.stack(drawn))[0]
