@@ -48,6 +48,8 @@ class Sizes:
     n: int = 1024
     log_every: int = 50
     seeds: int = 5
+    small_width: int = 32
+    small_batch: int = 16
     repeats: int = 9
     seconds: float = 1.0
     samples: int = 512
@@ -117,17 +119,17 @@ def guard_cost(sizes: Sizes) -> list[Row]:
 
 
 def seeds_cost(sizes: Sizes) -> list[Row]:
-    """Seeds trained side by side against one seed alone."""
-    size, seeds = sizes.batches[0], sizes.seeds
-    subjects = {count: Subject(config_for(sizes, size, count)) for count in (1, seeds)}
-    candidates = {str(n): partial(one.bare, _count(one, sizes)) for n, one in subjects.items()}
-    times = interleaved(candidates, sizes.repeats)
-    per_seed = times[str(seeds)] / seeds
-    return [
-        row(f"one seed, batch {size}", "ms / seed", 1e3 * times["1"]),
-        row(f"{seeds} seeds side by side, batch {size}", "ms / seed", 1e3 * per_seed),
-        row(f"{seeds} seeds against one, batch {size}", "x one step", times[str(seeds)] / times["1"]),
-    ]
+    """Seeds trained side by side against one seed alone, for a small network and for the figure's."""
+    rows = []
+    for width, size in ((sizes.small_width, sizes.small_batch), (sizes.width, sizes.batches[0])):
+        counts = (1, sizes.seeds)
+        subjects = {n: Subject(config_for(sizes, size, n, model__width=width)) for n in counts}
+        candidates = {str(n): partial(one.bare, _count(one, sizes)) for n, one in subjects.items()}
+        times = interleaved(candidates, sizes.repeats)
+        ratio = times[str(sizes.seeds)] / times["1"]
+        rows.append(row(f"one seed, width {width}, batch {size}", "ms", 1e3 * times["1"]))
+        rows.append(row(f"{sizes.seeds} seeds against one, width {width}, batch {size}", "x one step", ratio))
+    return rows
 
 
 def against_torch(sizes: Sizes) -> list[Row]:

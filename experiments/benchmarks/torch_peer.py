@@ -97,7 +97,7 @@ def sampler(network: ResidualMLP, process: Process, num_steps: int) -> Callable[
 
     def sample(x_init: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            x = torch.from_numpy(x_init)
+            x = torch.from_numpy(np.array(x_init))
             for t, signal_t, sigma_t, (signal_next, sigma_next) in levels:
                 noise = network(x, torch.full((len(x),), t))
                 x = float(signal_next) * (x - sigma_t * noise) / signal_t + float(sigma_next) * noise
