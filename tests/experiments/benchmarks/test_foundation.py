@@ -1,5 +1,5 @@
+import importlib.util
 import json
-import sys
 
 import pytest
 
@@ -22,15 +22,15 @@ SIZES = foundation.Sizes(
 
 
 @pytest.mark.slow
-def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch", None)  # the peer is optional
+def test_every_part_is_measured_and_written(tmp_path, capsys):
     output = tmp_path / "bench" / "foundation.json"
     assert foundation.main(SIZES, output) == 0
     rows = {line["name"]: line for line in json.loads(output.read_text())["rows"]}
     assert rows["matrix product, float32, 2048 x 2048"]["median"] > 0
     assert 0 < rows["  share of the matrix-product rate, batch 16"]["median"] < 100
     assert rows["2 seeds against one, width 8, batch 8"]["median"] > 0
-    assert "pip install torch" in rows["against PyTorch"]["remark"]
+    if importlib.util.find_spec("torch") is None:
+        assert "pip install torch" in rows["against PyTorch"]["remark"]
     printed = capsys.readouterr().out
     assert all(name in printed for name in ["step time lost", "guard.nonfinite", str(output)])
 
