@@ -68,6 +68,7 @@ def config_for(sizes: Sizes, batch_size: int, seeds: int = 1, **overrides: Any) 
             "run.num_seeds": seeds,
             "run.log_every": sizes.log_every,
             "run.save_every": 10**9,
+            "evaluate.milestones": 1,  # none is run
             **{key.replace("__", "."): value for key, value in overrides.items()},
         },
     )
