@@ -206,6 +206,9 @@ class _Loop:
         row: dict[str, Any] = {}
         for name, result in results.items():
             row |= self._record(name, {key: np.asarray(value) for key, value in result.items()})
+        best = self.config.checkpoint.best_metric
+        found = best in row or best.partition("/")[0] not in results
+        require(found, "checkpoint.best_metric", best, f"must be one of {', '.join(sorted(row))}")
         self.writer.log(self.step, row, kind="eval")
         return {key: float(np.mean(value)) for key, value in row.items()}
 

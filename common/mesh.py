@@ -35,8 +35,8 @@ class ParallelConfig:
 def initialize_distributed() -> None:
     """Joins the other processes of a multi-process run; call before any device is touched.
 
-    SLURM, Open MPI, TPU pods and Kubernetes are detected by JAX; `JAX_COORDINATOR_ADDRESS`,
-    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name the processes by hand. Does nothing for a single process.
+    On SLURM, Open MPI and TPU pods JAX finds them; elsewhere, as on Kubernetes, `JAX_COORDINATOR_ADDRESS`,
+    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name the processes. Does nothing for a single process.
     """
     count = os.environ.get("JAX_NUM_PROCESSES")
     if count is not None:

@@ -54,7 +54,8 @@ def learning_rate(config: OptimConfig, total_steps: int) -> Callable[[Any], jax.
 
     k < w: lr·(k+1)/w. Then, with e = `end_factor`: cosine has lr·(e + (1−e)(1+cos πx)/2), x = (k−w)/(N−1−w);
     wsd is constant up to update N−1−D, D = max(decay_fraction·N, 1), and falls linearly. Both reach e·lr
-    exactly at the last update N−1 and stay there.
+    exactly at the last update N−1 and stay there. An update that the guard dropped does not count: k is
+    `updates_done`, not the step.
 
     Raises: ConfigError for an impossible field.
     """
@@ -112,6 +113,16 @@ def make_optimizer(config: OptimConfig, total_steps: int) -> optax.GradientTrans
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(config.decay_pattern)))
     parts.append(optax.scale_by_learning_rate(learning_rate(config, total_steps)))
     return optax.chain(*parts)
+
+
+def updates_done(opt_state: Any) -> jax.Array:
+    """The k of `learning_rate` that the next update of a `make_optimizer` state has."""
+
+    def counts(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    (schedule,) = filter(counts, jax.tree.leaves(opt_state, is_leaf=counts))
+    return schedule.count
 
 
 def _check_optimizer(config: OptimConfig) -> None:

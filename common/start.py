@@ -120,19 +120,19 @@ def _first_state(
     checkpoints: Checkpoints,
     writer: Writer,
 ) -> tuple[TrainState, bool]:
-    step, state, notes = -1, None, checkpoints.incomplete()
-    if checkpoints.steps():
+    step, state, damaged = -1, None, []
+    resumed = bool(checkpoints.steps())
+    if resumed:
         step, state, damaged = checkpoints.restore_newest(shapes, shardings)
-        notes += damaged
-    for note in notes:
+    elif run.resume_from:
+        source = Checkpoints(epath.Path(run.resume_from) / "checkpoints", CheckpointConfig())
+        require(bool(source.steps()), "run.resume_from", run.resume_from, "holds no complete checkpoint")
+        _, state, damaged = source.restore_newest(shapes, shardings)
+    for note in checkpoints.incomplete() + damaged:
         writer.event(max(step, 0), "checkpoint_skipped", note)
     checkpoints.discard(step)
     if state is not None:
-        return state, True
-    if run.resume_from:
-        source = Checkpoints(epath.Path(run.resume_from) / "checkpoints", CheckpointConfig())
-        require(bool(source.steps()), "run.resume_from", run.resume_from, "holds no complete checkpoint")
-        return source.restore_newest(shapes, shardings)[1], False
+        return state, resumed
     state = jax.jit(task.init, out_shardings=shardings)(key)
     if run.init_from:
         params = restore_params(run.init_from, shapes.params, shardings.params)

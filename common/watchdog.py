@@ -20,7 +20,7 @@ import jax
 from common.config import require
 
 STALLED = 4  # exit code
-_GRACE = 3.0  # seconds a process has to end by itself after another failed
+_GRACE = 3.0  # seconds a process has to end by itself after another failed or stalled
 _FAILED, _BEATS = "triptych/failed", "triptych/beats"
 
 
@@ -36,16 +36,19 @@ class Watchdog:
         self._timeout, self._store = timeout, _Store()
         self._count, self._stage, self._since = 0, "start", time.monotonic()
         self._main = threading.get_ident()
-        self._end = threading.Event()
+        self._end, self._stalled = threading.Event(), False
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
         if self._timeout or self._store:
             self._store.clear_failure()
-            threading.Thread(target=self._watch, daemon=True).start()
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end.set()
+        if self._stalled:
+            self._thread.join()  # it ends the process; what failed here failed because another one ended
         if error is not None:
             self._store.report_failure(f"{type(error).__name__}: {error}")
 
@@ -71,6 +74,7 @@ class Watchdog:
             _end(1)
 
     def _end_after_stall(self, waited: float) -> None:
+        self._stalled = True
         beats = self._store.beats()
         lines = [f"no progress for {waited:.0f} s (run.stall_timeout={self._timeout:g}) at: {self._stage}"]
         late = min((count for count, _ in beats.values()), default=0)
@@ -86,9 +90,10 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
-        # Everyone comes to the same conclusion within a poll; the store ends with process 0, so that goes
-        # last.
-        time.sleep(1.0 if self._store and jax.process_index() == 0 else 0.0)
+        # Everyone comes to the same conclusion within a poll or two; the store ends with process 0, so that
+        # goes last.
+        if self._store:
+            time.sleep(_GRACE if jax.process_index() == 0 else _GRACE / 2)
         _end(STALLED)
 
 

@@ -1,6 +1,6 @@
 """The diffusion experiments as a `Task`: noise prediction on a training subset."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
-from optax import apply_updates
+from optax import GradientTransformation, apply_updates
 
 from common import train_state
 from common.batches import array_batches
@@ -18,9 +18,9 @@ from common.config import require, view
 from common.gradients import check_microbatches, mean_value_and_grad
 from common.mesh import batch_shards, check_batch
 from common.metrics import global_norm
-from common.optim import OptimConfig, make_optimizer
+from common.optim import OptimConfig, learning_rate, make_optimizer, updates_done
 from common.parallel import reduce_axis, row_ids, row_keys
-from common.task import Batch, Task
+from common.task import Batch, Step, Task
 from common.train_state import TrainState
 from diffusion_mem import data, denoisers, loss
 from diffusion_mem.evaluate import make_evals
@@ -85,7 +85,8 @@ def build(config: ConfigDict, mesh: Mesh) -> Task:
     process = ddpm_process(**vars(view(config.process, ProcessConfig, "process")))
     network = _network(view(config.model, ModelConfig, "model"))
     predict = Predictor(network)
-    optimizer = make_optimizer(optim, max(config.run.steps, 1))
+    total_steps = max(config.run.steps, 1)
+    optimizer, rate = make_optimizer(optim, total_steps), learning_rate(optim, total_steps)
 
     def init(key: jax.Array) -> TrainState:
         x = jnp.zeros((1, *images.shape))
@@ -94,7 +95,7 @@ def build(config: ConfigDict, mesh: Mesh) -> Task:
 
     return Task(
         init=init,
-        step=_step(predict, process, optimizer, optim.microbatches, reduce_axis(config.parallel.mode)),
+        step=_step(predict, process, optimizer, rate, optim.microbatches, reduce_axis(config.parallel.mode)),
         batches=array_batches({"image": train}, batch_size, config.run.seed, "data.batch_size"),
         evals=make_evals(config, predict, process, train, images),
         examples_per_step=batch_size,
@@ -123,8 +124,13 @@ def _subset(images: data.ImageData, settings: DataConfig, seed: int) -> np.ndarr
 
 
 def _step(
-    predict: NoisePredictor, process: Process, optimizer: Any, microbatches: int, axis: str | None
-) -> Any:
+    predict: NoisePredictor,
+    process: Process,
+    optimizer: GradientTransformation,
+    rate: Callable[[jax.Array], jax.Array],
+    microbatches: int,
+    axis: str | None,
+) -> Step:
     def sum_loss(params: Any, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
         losses = loss.epsilon_loss(predict, params, process, batch["image"], batch["key"])
         return losses.sum(), (jnp.asarray(losses.size, jnp.float32), {})
@@ -136,6 +142,7 @@ def _step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = apply_updates(state.params, updates)
         new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-        return new, {"loss": value, "gradient_norm": global_norm(grads)}
+        metrics = {"loss": value, "gradient_norm": global_norm(grads)}
+        return new, {**metrics, "learning_rate": rate(updates_done(state.opt_state))}
 
     return step

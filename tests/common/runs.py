@@ -17,6 +17,7 @@ from common import guard
 from common.config import view
 from common.loop import Outcome, fit
 from common.mesh import ParallelConfig, make_mesh
+from common.sharding import ShardingRules
 from common.task import Task
 from common.writer import read_events, read_metrics
 from tests.common import toy
@@ -37,6 +38,11 @@ def run(workdir: pathlib.Path, change=lambda task: task, **kwargs) -> Outcome:
     """The toy task to its end; `change` alters the task."""
     task, config, mesh = prepare(**kwargs)
     return fit(change(task), config, str(workdir), mesh)
+
+
+def sharded(task: Task) -> Task:
+    """The task whose parameters, small as they are, are split over the fsdp axis."""
+    return dataclasses.replace(task, rules=ShardingRules(fsdp_min_size=8))
 
 
 def hashed(task: Task, log: list[tuple[int, int]]) -> Task:

@@ -17,6 +17,7 @@ from common.config import ConfigError
 from common.mesh import ParallelConfig, make_mesh
 from common.sharding import ShardingRules, state_shardings
 from common.train_state import TrainState
+from common.workdir import is_done
 from tests.common import runs, toy
 
 
@@ -130,9 +131,11 @@ def test_resharding(tmp_path, before, after):
 @pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow), 1])
 def test_a_run_goes_on_with_fewer_devices(tmp_path, devices):
     """Behaviours row 11, the loss of the next steps included."""
-    runs.run(tmp_path / "whole", parallel__data=1, parallel__fsdp=8)
-    runs.run(tmp_path / "run", run__steps=3, parallel__data=1, parallel__fsdp=8)
-    runs.run(tmp_path / "run", devices=devices, parallel__data=1, parallel__fsdp=devices)
+    eight = {"parallel__data": 1, "parallel__fsdp": 8, "width": 16}
+    whole = runs.run(tmp_path / "whole", runs.sharded, **eight)
+    assert not whole.state.params["hidden"]["kernel"].sharding.is_fully_replicated
+    runs.run(tmp_path / "run", runs.sharded, run__steps=3, **eight)
+    runs.run(tmp_path / "run", runs.sharded, devices=devices, **{**eight, "parallel__fsdp": devices})
     rows = [row for row in runs.curve(tmp_path / "run") if (row["step"], row["kind"]) != (3, "eval")]
     for row, expected in zip(rows, runs.curve(tmp_path / "whole"), strict=True):
         assert row.pop("kind") == expected.pop("kind")
@@ -265,8 +268,10 @@ def test_the_best_state_of_a_run_is_kept(tmp_path):
     assert runs.events(tmp_path, "start")[-1]["step"] == 6
     assert runs.checkpoints(tmp_path) == [2, 8]
     assert longer.step == 8
-    with pytest.raises(ConfigError, match=r"checkpoint.best_metric='fti/error'.*fit"):
-        runs.run(tmp_path / "typo", checkpoint__best_metric="fti/error")
+    for typo, known in (("fti/error", "fit"), ("fit/eror", "fit/error"), ("fit", "fit/error")):
+        with pytest.raises(ConfigError, match=rf"checkpoint.best_metric='{typo}': must be .*{known}"):
+            runs.run(tmp_path / "typo", checkpoint__best_metric=typo)
+        assert runs.checkpoints(tmp_path / "typo") == []
 
 
 def test_a_failed_write_is_an_error(tmp_path, monkeypatch):
@@ -306,6 +311,25 @@ def test_a_failed_seal_is_an_error(tmp_path, monkeypatch):
     ):
         kept.wait()
     assert kept.steps() == []
+
+
+def test_a_failed_last_save_is_no_success(tmp_path, monkeypatch):
+    """Behaviours row 21: nothing comes after it that would raise its error."""
+    write = seal.write
+
+    def full(folder, metrics):
+        if folder.name == "6":
+            raise OSError(28, "No space left on device")
+        write(folder, metrics)
+
+    monkeypatch.setattr(seal, "write", full)
+    with pytest.raises(OSError, match=r"/6 could not be written .*No space left.*the last complete one is 4"):
+        runs.run(tmp_path)
+    assert not is_done(tmp_path)
+    assert runs.events(tmp_path, "end") == []
+    monkeypatch.undo()
+    assert runs.run(tmp_path).reason == "finished"
+    assert runs.checkpoints(tmp_path) == [4, 6]
 
 
 def test_a_failed_write_ends_the_run_with_one_line(tmp_path):

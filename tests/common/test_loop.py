@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from common import guard, loop, schedule, start
+from common import guard, loop, profile, schedule, start
 from common.config import ConfigError, view
 from common.loop import GuardStop
 from common.seeds import take_seed, vmap_seeds
@@ -127,16 +127,17 @@ def test_cadence_does_not_matter(tmp_path, save_every, log_every):
 
 def test_a_nan_batch_is_skipped(tmp_path):
     """Behaviours rows 26, 46: an event names the batch, parameters stay finite, also when resumed."""
-    outcome = runs.run(tmp_path / "run", poisoned({5}), run__steps=7)
+    bad = poisoned({5, 7})
+    outcome = runs.run(tmp_path / "run", bad, run__steps=7)
     assert outcome.reason == "finished"
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(outcome.state.params))
     (event,) = runs.events(tmp_path / "run", "bad_update")
     assert (event["step"], event["batch"]) == (5, 5)
     assert math.isnan(read_metrics(tmp_path / "run", kind="train")[5]["loss"])
-    longer = runs.run(tmp_path / "run", poisoned({5}), run__steps=9)
+    longer = runs.run(tmp_path / "run", bad, run__steps=9)
     assert longer.reason == "finished"
-    assert len(runs.events(tmp_path / "run", "bad_update")) == 1
-    runs.assert_same(longer.state, runs.run(tmp_path / "whole", poisoned({5}), run__steps=9).state)
+    assert [event["batch"] for event in runs.events(tmp_path / "run", "bad_update")] == [5, 7]
+    runs.assert_same(longer.state, runs.run(tmp_path / "whole", bad, run__steps=9).state)
 
 
 def test_a_bad_update_is_reported_before_it_is_saved(tmp_path):
@@ -184,6 +185,20 @@ def test_too_many_bad_updates_stop_the_run(tmp_path):
                 guard__nonfinite=action,
             )
         assert max(runs.checkpoints(tmp_path / action)) <= 6
+
+
+def test_a_spike_at_every_step_ends_the_run(tmp_path):
+    """Behaviours row 47: dropped updates do not make spikes the new normal."""
+    with pytest.raises(GuardStop, match=r"[34] bad updates in a row"):
+        runs.run(
+            tmp_path,
+            poisoned(range(10, 100), value=1e4),
+            run__steps=100,
+            guard__spike="skip",
+            guard__window=4,
+            guard__max_consecutive=3,
+        )
+    assert [event["batch"] for event in runs.events(tmp_path, "bad_update")][:3] == [10, 11, 12]
 
 
 # Behaviours rows 49, 50: the fault is in one shard of four, the decision is everywhere the same.
@@ -297,6 +312,14 @@ def test_impossible_configs(tmp_path, monkeypatch, overrides, message):
     with pytest.raises(ConfigError, match=message) as error:
         runs.run(tmp_path, arrays=toy.data(), **overrides)
     assert "\n" not in str(error.value)
+    assert runs.checkpoints(tmp_path) == []
+
+
+def test_a_step_that_does_not_fit_is_refused_before_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "device_memory", lambda device: 1000)
+    monkeypatch.setattr(start.jax.stages.Compiled, "__call__", lambda *args: pytest.fail("a step was made"))
+    with pytest.raises(ConfigError, match=r"one step needs .* GiB per device, but there are"):
+        runs.run(tmp_path)
     assert runs.checkpoints(tmp_path) == []
 
 

@@ -12,7 +12,7 @@ from common.writer import read_metrics
 from tests.common import runs
 
 STEPS = 5
-USUAL = {"run__steps": STEPS, "batch_size": 16, "evals": {}}
+USUAL = {"run__steps": STEPS, "batch_size": 16, "width": 8, "evals": {}}
 
 
 def assert_close(a, b, rtol=1e-6):
@@ -46,13 +46,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree(tmp_path, single, layout):
     state, losses = single
-    outcome = runs.run(tmp_path, **USUAL, **LAYOUTS[layout])
+    outcome = runs.run(tmp_path, runs.sharded, **USUAL, **LAYOUTS[layout])
     assert_close(outcome.state, state)
     rows = read_metrics(tmp_path, kind="train")
     np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-6)
-    assert len(outcome.state.params["hidden"]["kernel"].sharding.device_set) == LAYOUTS[layout].get(
-        "devices", 8
-    )
+    kernel = outcome.state.params["hidden"]["kernel"]
+    assert len(kernel.sharding.device_set) == LAYOUTS[layout].get("devices", 8)
+    assert kernel.sharding.is_fully_replicated == ("parallel__fsdp" not in LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])

@@ -11,7 +11,7 @@ import pytest
 
 from common.config import ConfigError
 from common.mesh import ParallelConfig, make_mesh
-from common.optim import OptimConfig, decay_mask, learning_rate, make_optimizer
+from common.optim import OPTIMIZERS, OptimConfig, decay_mask, learning_rate, make_optimizer, updates_done
 from tests.common import toy
 
 PARAMS = {"layer": {"kernel": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.array([0.1, -0.4])}}
@@ -209,7 +209,7 @@ def test_accumulation_counts_updates_not_microbatches():
     rates = []
     at = learning_rate(OptimConfig(schedule="cosine", warmup_steps=2), 8)
     for batch, _ in zip(task.batches(0), range(8), strict=False):
-        (count,) = [int(s.count) for s in state.opt_state if isinstance(s, optax.ScaleByScheduleState)]
+        count = int(updates_done(state.opt_state))
         assert count == int(state.step)
         rates.append(float(at(count)))
         before, (state, _) = state, step(state, batch)
@@ -217,6 +217,15 @@ def test_accumulation_counts_updates_not_microbatches():
     np.testing.assert_allclose(rates[:3], [5e-4, 1e-3, 1e-3], rtol=1e-6)
     assert rates[-1] == 0.0
     jax.tree.map(np.testing.assert_array_equal, before.params, state.params)  # the last update had rate 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_counted_whatever_the_optimizer(name):
+    optimizer = make_optimizer(OptimConfig(name=name, clip_norm=1.0), 10)
+    state = optimizer.init(PARAMS)
+    for count in range(3):
+        assert int(updates_done(state)) == count
+        _, state = optimizer.update(PARAMS, state, PARAMS)
 
 
 def test_accumulation_equals_the_full_batch():

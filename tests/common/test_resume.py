@@ -138,6 +138,24 @@ def test_resume_from_and_init_from(tmp_path):
     assert int(started.state.step) == 0
 
 
+def test_a_runs_own_checkpoint_comes_before_the_one_it_began_with(tmp_path):
+    source = {"run__resume_from": str(tmp_path / "source")}
+    runs.run(tmp_path / "source", run__steps=3)
+    runs.run(tmp_path / "run", run__steps=5, **source)
+    runs.run(tmp_path / "run", **source)
+    starts = [(event["step"], event["message"]) for event in runs.events(tmp_path / "run", "start")]
+    assert starts == [(3, "new run"), (5, "resumed")]
+
+
+def test_a_damaged_newest_of_the_source_is_passed_over_and_named(tmp_path):
+    runs.run(tmp_path / "source", run__steps=4)
+    next((tmp_path / "source/checkpoints/4").rglob("manifest.ocdbt")).unlink()
+    runs.run(tmp_path / "run", run__resume_from=str(tmp_path / "source"))
+    (note,) = runs.events(tmp_path / "run", "checkpoint_skipped")
+    assert "checkpoint 4 cannot be used" in note["message"]
+    assert runs.events(tmp_path / "run", "start")[0]["step"] == 2
+
+
 def test_relative_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs.run(pathlib.Path("source"), run__steps=3)

@@ -1,7 +1,9 @@
+import jax
 import numpy as np
 import pytest
 
 from common.config import ConfigError
+from diffusion_mem import fid
 from diffusion_mem.data import load
 from diffusion_mem.fid import FrechetResult, features, frechet_distance, gaussian_stats
 
@@ -158,6 +160,12 @@ def test_random_features_are_pinned():
     ramp = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 8, 8)
     cells = features("random-conv")(ramp)[0].reshape(4, 32).sum(axis=1)
     np.testing.assert_allclose(cells, [8.68031, 7.42823, 10.31705, 10.01255], rtol=1e-5)
+
+
+def test_random_features_are_float32_on_every_accelerator():
+    """Behaviours row 61: a GPU or TPU would otherwise multiply in fewer bits than the pinned values have."""
+    text = str(jax.make_jaxpr(fid._random_conv)(np.zeros((1, 8, 8, 1), np.float32)))
+    assert text.count("conv_general_dilated[") == text.count("Precision.HIGHEST, Precision.HIGHEST") == 2
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,12 @@ def test_impossible_comparison_is_refused(samples, train, message):
         gap_ratio(samples, train)
 
 
+def test_distances_are_float32_on_every_accelerator():
+    """Behaviours row 61."""
+    text = str(jax.make_jaxpr(gap_ratio)(np.zeros((4, 8), np.float32), np.zeros((5, 8), np.float32)))
+    assert text.count("dot_general[") == text.count("Precision.HIGHEST, Precision.HIGHEST") == 1
+
+
 def test_temporary_memory_does_not_grow_with_the_training_set():
     from diffusion_mem.memorization import _gap_ratio
 

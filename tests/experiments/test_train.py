@@ -1,9 +1,11 @@
 import hashlib
 import json
 import pathlib
+import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from common import start
@@ -168,6 +170,41 @@ def test_missing_package_names_the_command(name, module, tmp_path, capfd, monkey
     assert "[data]" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")]
+)
+def test_missing_tracker_names_the_command(name, module, tmp_path, capfd, monkeypatch, compiled):
+    """Behaviours row 70."""
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run(tmp_path / "run", f"--config.run.trackers=({name!r},)") == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert f"trackers={name!r}: {module} is not installed" in err
+    assert "pip install 'triptych[track]'" in err
+    assert compiled == []
+
+
+@pytest.mark.parametrize("name", train.PRECISIONS)
+def test_matmul_precision_is_that_of_the_steps_products(name, tmp_path, monkeypatch):
+    """Behaviours row 61."""
+    traced = []
+
+    def trace(task, config, *_):
+        state = jax.eval_shape(task.init, start.run_key(config.run))
+        traced.append(str(jax.make_jaxpr(task.step)(state, next(task.batches(0)))))
+
+    monkeypatch.setattr(train, "fit", trace)
+    monkeypatch.setattr(train, "run_report", lambda _: None)
+    try:
+        assert run(tmp_path / "run", f"--config.run.matmul_precision={name}") == 0
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    products = traced[0].count("dot_general[")
+    assert products > 0
+    assert traced[0].count("Precision.") == (0 if name == "default" else 2 * products)
+    assert traced[0].count(f"Precision.{name.upper()},") == (0 if name == "default" else products)
+
+
 def test_workdir_that_cannot_be_written(tmp_path, capfd, compiled):
     (tmp_path / "file").write_text("")
     assert run(tmp_path / "file") == 2
@@ -224,7 +261,8 @@ def test_same_seed_twice_gives_the_same_rows_and_another_seed_others(finished, t
     assert run(other, "--config.run.seed=2") == 0
     for ours, theirs in zip(curve(other), curve(finished), strict=True):
         measured = [name for name in ours if name not in ("step", "kind") and not name.startswith("guard/")]
-        for name in set(measured) - {"sample/memorized", "sample/memorized_low", "sample/memorized_high"}:
+        alike = {"learning_rate", "sample/memorized", "sample/memorized_low", "sample/memorized_high"}
+        for name in set(measured) - alike:
             assert set(ours[name]).isdisjoint(theirs[name]), name
 
 
@@ -244,6 +282,30 @@ def test_exit_code_and_streams_of_the_program(tmp_path):
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: --config.optim.learning_rte: unknown key 'learning_rte'")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(finished, tmp_path):
+    """With four devices each, evaluations included."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "experiments.train", TINY, *SHORT, f"--workdir={tmp_path / 'run'}"]
+    cluster = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    environment = _environment() | cluster | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=environment | {"JAX_PROCESS_ID": str(i)}) for i in range(2)
+    ]
+    try:
+        assert [process.wait(300) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    for row, expected in zip(curve(tmp_path / "run"), curve(finished), strict=True):
+        assert row.keys() == expected.keys()
+        assert (row["step"], row["kind"]) == (expected["step"], expected["kind"])
+        for name in {"loss", "gradient_norm", "loss/train", "loss/test", "sample/frechet"} & row.keys():
+            assert row[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 @pytest.mark.slow
