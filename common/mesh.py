@@ -47,7 +47,8 @@ def initialize_distributed() -> None:
             require(str(value).isdigit(), name, value, "must be an integer")
         jax.distributed.initialize(address, int(count), int(process or 0))
     elif (
-        int(os.environ.get("SLURM_NTASKS", 1)) > 1
+        # Without srun, as in the shell of salloc, the variables of an allocation do not make a step of it.
+        (int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ)
         or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
         or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
     ):

@@ -97,12 +97,13 @@ def test_the_tensor_axis_does_not_cut_the_batch():
     assert replicated(mesh).is_fully_replicated
 
 
-def test_a_single_process_joins_nobody_and_leads(monkeypatch):
+@pytest.mark.parametrize("tasks", ["1", "4"])  # 4: the shell of an allocation, without srun
+def test_a_single_process_joins_nobody_and_leads(monkeypatch, tasks):
     def refuse(*args, **kwargs):
         raise AssertionError("a single process must not look for others")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
-    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
     initialize_distributed()
     assert is_lead()
@@ -110,7 +111,12 @@ def test_a_single_process_joins_nobody_and_leads(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "env", [{"SLURM_NTASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"TPU_WORKER_HOSTNAMES": "a,b"}]
+    "env",
+    [
+        {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"TPU_WORKER_HOSTNAMES": "a,b"},
+    ],
 )
 def test_clusters_are_joined(monkeypatch, env):
     calls = []
