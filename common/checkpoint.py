@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,8 @@ class Checkpoints:
         mode = config.best_mode
         require(mode in ("min", "max"), "checkpoint.best_mode", mode, "must be min or max")
         self.folder, self._config = _absolute(folder), config
-        self._pending: tuple[int, Any] | None = None
+        self._pending: tuple[int, Future[None]] | None = None
+        self._background = ThreadPoolExecutor(1, "checkpoint")
         # Saved steps and their metrics, in memory: while the lead seals and prunes, the disk may answer each
         # process differently, and they must all decide alike.
         self._saved = {step: self._metrics(step) for step in self.steps()}
@@ -84,20 +86,25 @@ class Checkpoints:
         copy = jax.default_backend() == "cpu"
         leaves = {path: leaf.copy() if copy else leaf for path, leaf in flatten(state).items() if leaf.size}
         try:
-            self._pending = (step, ocp.save_async(target, leaves))
+            response = ocp.save_async(target, leaves)
         except Exception as error:
             raise self._failure(step, error) from error
         self._saved[step] = dict(metrics or {})
+        self._pending = (step, self._background.submit(self._complete, step, response))
+
+    def _complete(self, step: int, response: Any) -> None:
+        """Seals a checkpoint as soon as it is written: a run killed before its next save has it."""
+        response.result()
+        if is_lead():
+            seal.write(self.folder / str(step), self._saved[step])
 
     def wait(self) -> None:
-        """Ends the save in progress, seals it, drops what is no longer kept. Raises OSError if it failed."""
+        """Ends the save in progress and drops what is no longer kept. Raises OSError if it failed."""
         if self._pending is None:
             return
-        (step, response), self._pending = self._pending, None
+        (step, completed), self._pending = self._pending, None
         try:
-            response.result()
-            if is_lead():
-                seal.write(self.folder / str(step), self._saved[step])
+            completed.result()
         except Exception as error:
             raise self._failure(step, error) from error
         self._prune()
@@ -232,9 +239,11 @@ def _load(folder: epath.Path, wanted: dict[str, jax.ShapeDtypeStruct], only: str
         if path not in stored
     }
     try:
-        saved = ocp.metadata(folder).metadata
+        saved: Any = ocp.metadata(folder).metadata
     except Exception as error:
         raise CorruptCheckpoint(f"{folder} has unreadable metadata ({first_line(error)})") from error
+    if not isinstance(saved, Mapping):
+        raise CorruptCheckpoint(f"{folder} has no metadata")
     _compare(folder, stored, {path: meta for path, meta in saved.items() if path.startswith(only)})
     context = ocp.Context()
     # Each process reads its own shards and waits for no other: one that is slow is then the one that is late.

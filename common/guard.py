@@ -33,11 +33,12 @@ class GuardConfig:
         norm, which is not finite where a gradient is not.
       spike: the action where `metric` spikes. Actions: off; alert (apply the update, write an event); skip
         (drop the update, write an event, go on with the next batch); stop (drop the update, save, end the run
-        with exit code 3).
+        with exit code 3, at the latest after one more update).
       spike_factor: a value is a spike where it is above m + (spike_factor − 1)·|m|, m the median of the last
         `window` good values; that is spike_factor · m where m is positive.
       window: number of values the median is taken over; no spike is called before it is full.
-      max_consecutive: so many bad updates in a row end the run whatever the action.
+      max_consecutive: so many bad updates in a row end the run whatever the action; looked at when the run
+        logs or saves, unless an action is stop.
     """
 
     metric: str = "loss"
@@ -164,6 +165,8 @@ class Judge:
 
     def __init__(self, config: GuardConfig, start: GuardState | Mapping[str, Any]):
         self._config = config
+        # Whether to be asked at every step: with a stop to make, the next log step is too late.
+        self.prompt = "stop" in (config.nonfinite, config.spike)
         self._newest, self._stops = -1, 0
         if isinstance(start, GuardState):
             self._newest, self._stops = int(jnp.max(start.bad_steps)), int(jnp.sum(start.stops))

@@ -74,6 +74,7 @@ def fit(task: Task, config: ConfigDict, workdir: str, mesh: Mesh) -> Outcome:
         checkpoints = Checkpoints(folder.checkpoints, kept)
         with stop.nothing_unsaved():
             prepared = prepare(task, config, mesh, checkpoints, writer, watchdog)
+        folder.record_config()
         return _Loop(task, config, run, mesh, folder, checkpoints, writer, stop, watchdog, prepared).run()
 
 
@@ -158,6 +159,8 @@ class _Loop:
         if not self.due_log(step, self.settings.steps):
             jax.block_until_ready(step_metrics)
             self.writer.progress(step)
+            if self.judge.prompt:
+                self._guard(metrics.to_host(step_metrics))
             return
         host = metrics.to_host(step_metrics)
         rate = self.writer.steps_per_second

@@ -2,7 +2,6 @@
 
 import base64
 import html
-import json
 import math
 import os
 import pathlib
@@ -19,7 +18,7 @@ from common import config as config_lib
 from common import plotting
 from common.config import ConfigError
 from common.verdict import Claim, Verdict, overall
-from common.workdir import is_done, saved_config
+from common.workdir import is_done, saved_config, saved_environment
 from common.writer import read_events, read_metrics
 
 _TONES = {
@@ -235,7 +234,7 @@ def _add_config(report: Report, workdir: pathlib.Path, defaults: ConfigDict | No
     report.heading("Config")
     try:
         config = saved_config(str(workdir))
-        environment = json.loads((workdir / "config.json").read_text(encoding="utf-8")).get("environment", {})
+        environment = saved_environment(str(workdir))
     except ConfigError as error:
         report.text(str(error))
         return
@@ -245,6 +244,11 @@ def _add_config(report: Report, workdir: pathlib.Path, defaults: ConfigDict | No
             "Changed from the defaults:" if changes else "Nothing is changed from the defaults.", *changes
         )
     report.table(("Key", "Value"), [[key, repr(value)] for key, value in config_lib.leaves(config)])
+    add_environment(report, environment)
+
+
+def add_environment(report: Report, environment: Mapping[str, Any]) -> None:
+    """A table of `workdir.environment`: git revision, versions, devices, command line."""
+    single = {key: value for key, value in environment.items() if key != "versions"}
     report.heading("Environment")
-    versions = environment.pop("versions", {})
-    report.table(("What", "Value"), [*environment.items(), *versions.items()])
+    report.table(("What", "Value"), [*single.items(), *environment.get("versions", {}).items()])

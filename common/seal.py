@@ -1,8 +1,9 @@
-"""The seal of a checkpoint: a list of its files and their sizes, written last.
+"""The seal of a checkpoint: a list of its files with their digests, written last.
 
 A folder without a seal was not finished, one that does not match its seal was damaged since; neither is used.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ class CorruptCheckpoint(ConfigError):
 
 @dataclass(frozen=True)
 class Seal:
-    """Sizes in bytes by file name, and the eval metrics of the state."""
+    """SHA-256 digests by file name, and the eval metrics of the state."""
 
-    files: dict[str, int]
+    files: dict[str, str]
     metrics: dict[str, float]
 
 
@@ -33,10 +34,10 @@ def is_sealed(folder: epath.Path) -> bool:
 
 def write(folder: epath.Path, metrics: Mapping[str, float]) -> None:
     """Seals what is in `folder` now; replaces a seal it has."""
-    sizes = {name: path.stat().length for name, path in _files(folder, "").items() if name != _NAME}
+    digests = {name: _digest(path) for name, path in _files(folder, "").items() if name != _NAME}
     temporary = folder / f"{_NAME}.tmp"
     values = {name: str(float(value)) for name, value in metrics.items()}  # strict JSON has no NaN
-    temporary.write_text(json.dumps({"files": sizes, "metrics": values}))
+    temporary.write_text(json.dumps({"files": digests, "metrics": values}))
     temporary.replace(folder / _NAME)
 
 
@@ -56,13 +57,21 @@ def remove(folder: epath.Path) -> None:
 
 
 def verify(folder: epath.Path) -> None:
-    """Raises CorruptCheckpoint unless every file is there with the size it was written with."""
-    for name, size in read(folder).files.items():
+    """Raises CorruptCheckpoint unless every file is there and holds what was written."""
+    for name, digest in read(folder).files.items():
         path = folder / name
         if not path.exists():
             raise CorruptCheckpoint(f"{path} is missing")
-        if path.stat().length != size:
-            raise CorruptCheckpoint(f"{path} has {path.stat().length} bytes, {size} were written")
+        if _digest(path) != digest:
+            raise CorruptCheckpoint(f"{path} is not what was written ({path.stat().length} bytes)")
+
+
+def _digest(path: epath.Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _files(folder: epath.Path, prefix: str) -> dict[str, epath.Path]:

@@ -18,7 +18,7 @@ from common.config import require, view
 from common.mesh import ParallelConfig, from_lead, to_global
 from common.parallel import compile_step
 from common.sharding import state_shardings
-from common.task import Task
+from common.task import Step, Task
 from common.train_state import TrainState
 from common.watchdog import Watchdog
 from common.writer import Writer
@@ -97,7 +97,7 @@ def prepare(
     if step == run.steps:
         return Prepared(state, step, None, resumed)
     if run.debug:
-        return Prepared(state, step, task.step, resumed)
+        return Prepared(state, step, _uncompiled(task.step), resumed)
     batch = None
     if task.batches is not None and (batch := batch_shapes(task, mesh, step)) is None:
         return Prepared(state, step, None, resumed)  # the data ended before this step
@@ -109,6 +109,14 @@ def prepare(
     writer.event(step, "compiled", profile.describe(cost), flops=cost.flops, memory=cost.memory)
     profile.check_fits(cost)
     return Prepared(state, step, compiled, resumed)
+
+
+def _uncompiled(step: Step) -> Step:
+    def run(state: TrainState, batch: Any) -> Any:
+        with jax.disable_jit():
+            return step(state, batch)
+
+    return run
 
 
 def _first_state(

@@ -45,11 +45,17 @@ class Workdir:
 
     path: epath.Path
     attempt: int
+    _config: ConfigDict
     _lock: Any = field(default=None, repr=False)
 
     @property
     def checkpoints(self) -> epath.Path:
         return self.path / "checkpoints"
+
+    def record_config(self) -> None:
+        """Writes the config of this attempt, which has passed all checks, in place of an earlier one's."""
+        if is_lead():
+            _write_config(self.path / "config.json", self._config)
 
     def mark_done(self, step: int) -> None:
         """Writes DONE: the run reached its last step, or its data ended."""
@@ -76,22 +82,23 @@ def _done_at(folder: epath.Path) -> int:
 
 
 def open_workdir(path: str, config: ConfigDict) -> Workdir:
-    """Creates or re-opens a run folder, and writes `config.json`.
+    """Creates or re-opens a run folder; a new one gets its `config.json`.
 
     Raises: ConfigError when another run is using the folder, when it was started with another config (the
     differences are listed; SAFE_KEYS may differ), when it cannot be written, or when the processes of one run
     do not all see the same folder.
     """
     folder = epath.Path(path)
-    saved = folder / "config.json"
-    if saved.exists() and _has_begun(folder):
+    begun = has_begun(folder)
+    if begun:
         check_same(folder, config)
     lock = None
     try:
         if is_lead():
             folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(folder)
-            _write_config(saved, config)
+            if not begun:
+                _write_config(folder / "config.json", config)
             if is_done(folder) and _done_at(folder) < config.run.steps:  # a longer run was asked for
                 (folder / "DONE").unlink()
         _check_shared(folder)
@@ -102,16 +109,18 @@ def open_workdir(path: str, config: ConfigDict) -> Workdir:
         if isinstance(error, OSError):
             raise ConfigError(f"--workdir={path}: cannot be written ({error.strerror or error})") from None
         raise
-    return Workdir(folder, attempt, lock)
+    return Workdir(folder, attempt, config, lock)
 
 
-def _has_begun(folder: epath.Path) -> bool:
+def has_begun(path: epath.PathLike) -> bool:
     """Whether there is anything to lose: an attempt that was refused before its first step leaves nothing."""
+    folder = epath.Path(path)
     rows = folder / "metrics.jsonl"
-    return (folder / "checkpoints").exists() or (rows.exists() and rows.stat().length > 0)
+    written = rows.exists() and rows.stat().length > 0
+    return (folder / "checkpoints").exists() or written or is_done(folder)
 
 
-def check_same(folder: epath.Path, config: ConfigDict) -> None:
+def check_same(folder: epath.PathLike, config: ConfigDict) -> None:
     """Raises ConfigError listing how `config` differs from the one this folder was started with."""
     differences = config_lib.diff(saved_config(folder), config, ignore=SAFE_KEYS)
     if differences:
@@ -128,6 +137,11 @@ def saved_config(folder: epath.PathLike) -> ConfigDict:
         return config_lib.from_json(json.dumps(json.loads(file.read_text())["config"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not a run's config ({type(error).__name__})") from None
+
+
+def saved_environment(folder: epath.PathLike) -> dict[str, Any]:
+    """What `environment` was when the run's last attempt began."""
+    return json.loads((epath.Path(folder) / "config.json").read_text()).get("environment", {})
 
 
 def _write_config(file: epath.Path, config: ConfigDict) -> None:

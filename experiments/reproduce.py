@@ -20,10 +20,10 @@ from ml_collections import ConfigDict  # noqa: E402 - after the environment is s
 
 from common import config as config_lib  # noqa: E402
 from common.config import ConfigError, nearest, require  # noqa: E402
-from common.report import Report  # noqa: E402
+from common.report import Report, add_environment  # noqa: E402
 from common.sweep import Variant  # noqa: E402
 from common.verdict import Claim, Verdict, overall  # noqa: E402
-from common.workdir import check_same  # noqa: E402
+from common.workdir import check_same, has_begun, saved_config, saved_environment  # noqa: E402
 from experiments import jobs, plan  # noqa: E402
 from experiments.runs import Run, load_run  # noqa: E402
 
@@ -54,7 +54,8 @@ def configs(figure: ModuleType, scale: str, seeds: int | None) -> list[tuple[Var
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 report written, 1 a run failed (the report says which), 2 wrong input."""
+    """Exit code: 0 report written, 1 a run failed (the report says which) or cannot be written, 2 wrong
+    input."""
     try:
         options = _parser().parse_args(arguments)
         figure = load_figure(options.figure)
@@ -62,17 +63,29 @@ def main(arguments: Sequence[str]) -> int:
         if options.dry_run:
             plan.show([(variant.name, config) for variant, config in variants])
             return 0
+        require(bool(options.out), "--out", options.out, "must be a folder")
         folder = Path(options.out) / options.figure / options.scale
         for variant, config in variants:
-            if (folder / "runs" / variant.name / "checkpoints").exists():
-                check_same(folder / "runs" / variant.name, config)
+            _check_unfinished(folder / "runs" / variant.name, config)
         return _reproduce(figure, options, variants, folder)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the runs are saved, the same command goes on with them", file=sys.stderr)
         return 130
+
+
+def _check_unfinished(folder: Path, config: ConfigDict) -> None:
+    """Raises ConfigError where a run in `folder` is not a part of the one that is asked for."""
+    if not has_begun(folder):
+        return
+    check_same(folder, config)
+    steps = saved_config(folder).run.steps
+    require(steps <= config.run.steps, "run.steps", config.run.steps, f"{folder} was run for {steps}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,6 +118,7 @@ def _reproduce(
     failures = jobs.run_all(names, folder / "runs", options.jobs)
     done = [load_run(folder / "runs" / name, name) for name in names if name not in failures]
     claims = _claims(figure, options.scale, done, failures)
+    _print(claims, failures)
     report = Report(figure.TITLE, f"scale {options.scale} · {len(done)} of {len(names)} runs")
     report.verdict(claims)
     if done:
@@ -112,9 +126,12 @@ def _reproduce(
         for image, caption in figure.plot(done, folder / "figures"):
             report.figure(image, caption)
     _add_runs(report, names, done, failures)
+    if done:
+        add_environment(report, saved_environment(done[0].path))
     report.heading("How to read this").text(*(figure.CLAIM.__doc__ or "").strip().split("\n\n"))
     page = report.write(folder / "report.html")
-    _print(claims, failures, page, time.time() - started)
+    verdict, seconds = overall(claims).upper(), time.time() - started
+    print(f"{verdict:>24}  over all claims, in {seconds:.0f} s; report: {page}")
     return 1 if failures else 0
 
 
@@ -139,12 +156,12 @@ def _add_runs(
     for name, config in names.items():
         run = by_name.get(name)
         status = "done" if run is not None else f"failed: {failures[name]}"
-        seconds = run.rows[-1]["time"] - run.rows[0]["time"] if run is not None and run.rows else None
+        seconds = None if run is None else run.seconds
         rows.append([name, config.run.num_seeds, config.run.steps, seconds, status])
     report.heading("Runs").table(("Run", "Seeds", "Steps", "Seconds", "Status"), rows)
 
 
-def _print(claims: Sequence[Claim], failures: dict[str, str], page: Path, seconds: float) -> None:
+def _print(claims: Sequence[Claim], failures: dict[str, str]) -> None:
     for claim in claims:
         measured = f"{claim.measured:.3g}" if isinstance(claim.measured, float) else str(claim.measured)
         interval = f" [{claim.interval[0]:.3g}, {claim.interval[1]:.3g}]" if claim.interval else ""
@@ -154,7 +171,6 @@ def _print(claims: Sequence[Claim], failures: dict[str, str], page: Path, second
         )
     for name, reason in failures.items():
         print(f"{'FAILED':>24}  {name}: {reason}")
-    print(f"{overall(claims).upper():>24}  over all claims, in {seconds:.0f} s; report: {page}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from common.config import ConfigError
+from common.config import ConfigError, require
 from common.workdir import is_done, saved_config
-from common.writer import read_metrics
+from common.writer import read_events, read_metrics
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class Run:
         """Seeds trained side by side."""
         return self.config.run.num_seeds
 
+    @property
+    def seconds(self) -> float:
+        """From the start of each attempt to its last row, summed over attempts."""
+        times: dict[int, list[float]] = {}
+        for line in [*self.rows, *read_events(self.path)]:
+            times.setdefault(line["attempt"], []).append(line["time"])
+        return sum(max(attempt) - min(attempt) for attempt in times.values())
+
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps [T], values [seeds, T]) of a metric; empty where it was never written."""
         found = [(row["step"], np.atleast_1d(row[metric])) for row in self.rows if metric in row]
@@ -54,4 +62,7 @@ class Run:
 def load_run(path: epath.PathLike, name: str) -> Run:
     """Reads a run folder. Raises ConfigError when it holds no run."""
     folder = epath.Path(path)
-    return Run(name, folder, saved_config(folder), read_metrics(folder), is_done(folder))
+    rows = read_metrics(folder)
+    done = is_done(folder)
+    require(bool(rows) or not done, "run", str(folder), "is DONE, but has no rows in metrics.jsonl")
+    return Run(name, folder, saved_config(folder), rows, done)

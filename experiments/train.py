@@ -1,6 +1,7 @@
 """Trains one config: `python -m experiments.train --config=FILE.py:arg=value --config.section.key=value
 --workdir=DIR`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,7 +41,7 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
     for name in ("config", "workdir"):
         config_lib.require(bool(flags.get(name)), f"--{name}", flags.get(name), f"is needed; {USAGE}")
     config = config_lib.load(flags.pop("config"))
-    workdir = flags.pop("workdir")
+    workdir = os.path.expanduser(flags.pop("workdir"))  # no shell does it behind an =
     config_lib.override(config, {name.removeprefix("config."): value for name, value in flags.items()})
     return config.lock(), workdir
 
@@ -52,18 +53,20 @@ def run(config: ConfigDict, workdir: str) -> Outcome:
     config_lib.require(precision in PRECISIONS, "run.matmul_precision", precision, f"one of {PRECISIONS}")
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     if settings.debug:
-        jax.config.update("jax_disable_jit", True)
         jax.config.update("jax_debug_nans", True)
     mesh = make_mesh(config_lib.view(config.parallel, ParallelConfig, "parallel"))
     outcome = fit(build(config, mesh), config, workdir, mesh)
-    if is_lead():
+    if is_lead() and outcome.reason != "preempted":  # a machine that is taken away gives seconds
         run_report(workdir)
     return outcome
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 finished or preempted with everything saved, 1 a write failed, 2 wrong input, 3 the
-    guard's stop."""
+    guard's stop, 130 interrupted outside the loop."""
+    if arguments in (["--help"], ["-h"]):
+        print(USAGE)
+        return 0
     try:
         config, workdir = parse(arguments)
         initialize_distributed()
@@ -77,6 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was saved is kept", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -4,6 +4,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,10 @@ def damage(path, how):
     data = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     if how == "truncated":
         data.write_bytes(data.read_bytes()[:-7])
+    elif how == "changed":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
     elif how == "file missing":
         data.unlink()
     elif how == "unsealed":
@@ -55,7 +60,17 @@ def damage(path, how):
 
 # Behaviours row 13.
 @pytest.mark.parametrize(
-    "how", ["truncated", "file missing", "unsealed", "seal truncated", "half deleted", "temporary", "deleted"]
+    "how",
+    [
+        "truncated",
+        "changed",
+        "file missing",
+        "unsealed",
+        "seal truncated",
+        "half deleted",
+        "temporary",
+        "deleted",
+    ],
 )
 def test_damaged_newest_falls_back(tmp_path, capfd, how):
     runs.run(tmp_path / "whole")
@@ -199,6 +214,17 @@ def test_every_kind_of_leaf_survives(tmp_path):
     assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, restored)
     draw = jax.random.bernoulli(state.key, 0.5, (64,))
     np.testing.assert_array_equal(draw, jax.random.bernoulli(restored.key, 0.5, (64,)))
+
+
+def test_a_written_checkpoint_is_complete_before_the_next_one(tmp_path):
+    """A run killed between two saves has the first."""
+    kept = Checkpoints(tmp_path, CheckpointConfig())
+    kept.save(3, {"w": jnp.ones(3)})
+    end = time.monotonic() + 30
+    while not kept.steps():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert Checkpoints(tmp_path, CheckpointConfig()).incomplete() == []
 
 
 def test_two_leaves_of_one_path_are_refused(tmp_path):

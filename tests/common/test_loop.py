@@ -160,12 +160,13 @@ def test_a_bad_update_is_reported_before_it_is_saved(tmp_path):
 
 def test_a_nan_batch_stops_the_run_once(tmp_path):
     """Behaviours row 46: saved without the update, not DONE; the next attempt goes on behind the batch."""
-    stop = {"guard__nonfinite": "stop", "run__steps": 9}
+    stop = {"guard__nonfinite": "stop", "run__steps": 9, "run__log_every": 100}
     with pytest.raises(GuardStop, match="bad update at step 5; the state is saved"):
         runs.run(tmp_path / "run", poisoned({5}), **stop)
     assert not is_done(tmp_path / "run")
     assert runs.checkpoints(tmp_path / "run")[-1] in (6, 7)
     assert len(runs.events(tmp_path / "run", "guard_stop")) == 1
+    assert [event["batch"] for event in runs.events(tmp_path / "run", "bad_update")] == [5]
     resumed = runs.run(tmp_path / "run", poisoned({5}), **stop)
     assert (resumed.reason, resumed.step) == ("finished", 9)
     skipping = runs.run(tmp_path / "skipping", poisoned({5}), run__steps=9)

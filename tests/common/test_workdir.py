@@ -17,6 +17,7 @@ def begin(workdir, **overrides):
     """Opens a folder, leaves a row in it, and lets go of it."""
     folder = open_workdir(str(workdir), toy.config(**overrides))
     (workdir / "metrics.jsonl").write_text("{}\n")
+    folder.record_config()
     folder.close()
 
 
@@ -51,6 +52,21 @@ def test_length_cadence_logging_and_devices_may_change(tmp_path):
     saved = saved_config(tmp_path)
     assert (saved.run.steps, saved.checkpoint.keep) == (12, 5)
     assert config_lib.diff(saved, toy.config(**changes)) == []
+
+
+def test_a_begun_run_without_its_config_is_refused(tmp_path):
+    begin(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config.json: not a run's config"):
+        open_workdir(str(tmp_path), toy.config(optim__lr=0.5))
+
+
+def test_a_refused_attempt_leaves_the_config(tmp_path):
+    runs.run(tmp_path)
+    with pytest.raises(ConfigError, match="run.steps=3: the checkpoint is already at step 6"):
+        runs.run(tmp_path, run__steps=3)
+    assert saved_config(tmp_path).run.steps == 6
+    assert is_done(tmp_path)
 
 
 def test_a_refused_start_does_not_bind_the_folder(tmp_path):

@@ -64,9 +64,20 @@ def test_artifacts_have_a_leading_axis_of_seeds(folder, num_seeds, stored):
 
 
 def test_done_is_read_from_the_folder(folder):
-    path = folder(1, [])
+    path = folder(1, [{"step": 3, "fit/error": 1.0}])
     (path / "DONE").write_text('{"step": 3}')
     assert load_run(path, "run").done
+    (path / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="DONE, but has no rows"):
+        load_run(path, "run")
+
+
+def test_seconds_are_those_of_the_attempts_not_of_the_pause_between(folder):
+    rows = [{"step": i, "attempt": 1 + i // 2, "time": at} for i, at in enumerate((2.0, 5.0, 100.0, 101.0))]
+    path = folder(1, rows)
+    event = {"step": 0, "attempt": 1, "time": 1.0, "event": "start", "message": ""}
+    (path / "events.jsonl").write_text(to_line(event))
+    assert load_run(path, "run").seconds == 5
 
 
 def test_folder_without_a_run_is_refused(tmp_path):
