@@ -47,13 +47,18 @@ class CheckpointConfig:
     best_mode: str = "min"
 
 
+def check(config: CheckpointConfig) -> None:
+    """Raises ConfigError for an impossible field."""
+    require(config.keep >= 1, "checkpoint.keep", config.keep, "must be at least 1")
+    mode = config.best_mode
+    require(mode in ("min", "max"), "checkpoint.best_mode", mode, "must be min or max")
+
+
 class Checkpoints:
     """The checkpoints of one run. Saving is asynchronous; `wait`, or the next `save`, raises its errors."""
 
     def __init__(self, folder: epath.PathLike, config: CheckpointConfig):
-        require(config.keep >= 1, "checkpoint.keep", config.keep, "must be at least 1")
-        mode = config.best_mode
-        require(mode in ("min", "max"), "checkpoint.best_mode", mode, "must be min or max")
+        check(config)
         self.folder, self._config = _absolute(folder), config
         self._pending: tuple[int, Future[None]] | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")

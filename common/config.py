@@ -63,7 +63,7 @@ def load(spec: str) -> ConfigDict:
         return _load_saved(spec)
     path, _, text = spec.partition(":")
     module = load_module(path)
-    if not hasattr(module, "get_config"):
+    if not callable(getattr(module, "get_config", None)):
         raise ConfigError(f"--config={path}: the file has no get_config()")
     arguments = parse_arguments(text, module.get_config, path)
     config = _run(path, "get_config()", lambda: module.get_config(**arguments))
@@ -88,7 +88,7 @@ def _run(path: str, what: str, function: Callable[[], Any]) -> Any:
         return function()
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         name = str(pathlib.Path(path))
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(name)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
@@ -105,7 +105,10 @@ def _load_saved(path: str) -> ConfigDict:
         raise
     except ValueError as error:
         raise ConfigError(f"--config={path}: not JSON ({error})") from None
-    return from_json(json.dumps(content.get("config", content) if isinstance(content, dict) else content))
+    try:
+        return from_json(json.dumps(content.get("config", content) if isinstance(content, dict) else content))
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"--config={path}: not a saved config ({error})") from None
 
 
 def parse_arguments(text: str, function: Callable[..., Any], path: str) -> dict[str, Any]:

@@ -15,13 +15,14 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from common import guard, metrics, profile, schedule
+from common import checkpoint, guard, metrics, profile, schedule
 from common.checkpoint import CheckpointConfig, Checkpoints
 from common.config import require, view
 from common.mesh import from_lead, is_lead, to_global
 from common.signals import StopSignal
 from common.start import Prepared, RunConfig, prepare
 from common.task import Batch, Task
+from common.trackers import import_packages
 from common.train_state import TrainState
 from common.watchdog import Watchdog
 from common.workdir import Workdir, open_workdir
@@ -57,6 +58,8 @@ def fit(task: Task, config: ConfigDict, workdir: str, mesh: Mesh) -> Outcome:
     require(
         measured, "checkpoint.best_metric", kept.best_metric, f"must be <eval>/<metric> of the evals {names}"
     )
+    checkpoint.check(kept)
+    import_packages(run.trackers)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(run.stall_timeout))
         stop = stack.enter_context(StopSignal())

@@ -67,7 +67,8 @@ class Prepared:
 def run_key(run: RunConfig) -> jax.Array:
     """The run's typed key; with several seeds an array of the keys of seeds `seed`, `seed + 1`, …"""
     require(run.num_seeds >= 1, "run.num_seeds", run.num_seeds, "must be at least 1")
-    require(0 <= run.seed < 2**32, "run.seed", run.seed, "must be between 0 and 2**32 − 1")
+    last = run.seed + run.num_seeds - 1  # a larger one would wrap to a small one
+    require(run.seed >= 0 and last < 2**32, "run.seed", run.seed, "must be between 0 and 2**32 − num_seeds")
     keys = [jax.random.key(run.seed + i) for i in range(run.num_seeds)]
     return keys[0] if run.num_seeds == 1 else jax.numpy.stack(keys)
 

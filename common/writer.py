@@ -199,10 +199,10 @@ def _rows(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
         row = _parse(line) if line.strip() else None
-        if row is not None:
+        if row is not None and {"step", "attempt"} <= row.keys():
             yield row
         elif line.strip() and number < len(lines):
-            raise ConfigError(f"{path}:{number}: not a line of JSON: {line[:60]!r}")
+            raise ConfigError(f"{path}:{number}: not a row of a run: {line[:60]!r}")
 
 
 def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[dict[str, Any]]:

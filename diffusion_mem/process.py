@@ -17,6 +17,8 @@ from common.config import require
 # What losses and samplers ask of a network: (params, noisy x, integer steps t_B) -> the noise in x.
 NoisePredictor = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
+_MOST_STEPS = 1_000_000
+
 
 class Process(struct.PyTreeNode):
     """A variance-preserving process of T steps, 0 the least noisy; its tables are float32 of shape (T,).
@@ -85,6 +87,7 @@ def ddpm_process(num_steps: int = 1000, beta_min: float = 1e-4, beta_max: float 
     The defaults end at alpha_bar 4e-5, close to pure noise. Another `num_steps` needs other betas to end
     there: the values are used as given.
     """
-    require(num_steps >= 1, "num_steps", num_steps, "at least 1")
-    require(0 < beta_min <= beta_max < 1, "beta_min, beta_max", (beta_min, beta_max), "0 < min <= max < 1")
+    require(1 <= num_steps <= _MOST_STEPS, "process.num_steps", num_steps, f"must be 1 to {_MOST_STEPS}")
+    ends = (beta_min, beta_max)
+    require(0 < beta_min <= beta_max < 1, "process.beta_min, beta_max", ends, "must be 0 < min <= max < 1")
     return from_betas(np.linspace(beta_min, beta_max, num_steps))

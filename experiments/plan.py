@@ -59,7 +59,7 @@ def show(configs: Sequence[tuple[str, ConfigDict]]) -> None:
             name,
             str(config.run.num_seeds),
             f"{config.run.steps:,}",
-            f"{cost.parameters:,}",
+            f"{cost.parameters // config.run.num_seeds:,}",
             *(f"{number:.3g}" for number in numbers),
         )
     console = Console()

@@ -1,6 +1,7 @@
 """From a config to its task, with the guard and the side-by-side seeds in place."""
 
 import importlib
+from pathlib import Path
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -12,13 +13,19 @@ from common.seeds import vmap_seeds
 from common.start import RunConfig, run_key
 from common.task import Task
 
-PAPERS = ("gated_lm", "crl_deep", "diffusion_mem")
+_ROOT = Path(__file__).parents[1]
+
+
+def papers() -> list[str]:
+    """The packages beside this one that have a `task.py` to build from."""
+    return sorted(file.parent.name for file in _ROOT.glob("*/task.py") if file.parent.name != "common")
 
 
 def build(config: ConfigDict, mesh: Mesh) -> Task:
     """The task that `config.task` names; with `run.num_seeds` > 1 the vmapped task of seeds `run.seed`,
     `run.seed + 1`, …"""
-    require(config.task in PAPERS, "config.task", config.task, f"must be one of {', '.join(PAPERS)}")
+    known = papers()
+    require(config.task in known, "config.task", config.task, f"must be one of {', '.join(known)}")
     run_key(config_lib.view(config.run, RunConfig, "run"))  # refuses seeds there cannot be
     package = importlib.import_module(f"{config.task}.task")
     guards = config_lib.view(config.guard, guard.GuardConfig, "guard")

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict  # noqa: E402
 
 from common import config as config_lib  # noqa: E402
 from common.config import ConfigError  # noqa: E402
+from common.defaults import base_config  # noqa: E402
 from common.loop import GuardStop, Outcome, fit  # noqa: E402
 from common.mesh import ParallelConfig, initialize_distributed, is_lead, make_mesh  # noqa: E402
 from common.report import run_report  # noqa: E402
@@ -40,7 +41,9 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
         flags[name] = value
     for name in ("config", "workdir"):
         config_lib.require(bool(flags.get(name)), f"--{name}", flags.get(name), f"is needed; {USAGE}")
-    config = config_lib.load(flags.pop("config"))
+    config = config_lib.load(flags["config"])
+    missing = ", ".join(name for name in base_config("") if name not in config)
+    config_lib.require(not missing, "--config", flags.pop("config"), f"lacks {missing}: see base_config")
     workdir = os.path.expanduser(flags.pop("workdir"))  # no shell does it behind an =
     config_lib.override(config, {name.removeprefix("config."): value for name, value in flags.items()})
     return config.lock(), workdir

@@ -63,7 +63,7 @@ def test_a_begun_run_without_its_config_is_refused(tmp_path):
 
 def test_a_refused_attempt_leaves_the_config(tmp_path):
     runs.run(tmp_path)
-    with pytest.raises(ConfigError, match="run.steps=3: the checkpoint is already at step 6"):
+    with pytest.raises(ConfigError, match=r"run.steps=3: the checkpoint is already at step 6"):
         runs.run(tmp_path, run__steps=3)
     assert saved_config(tmp_path).run.steps == 6
     assert is_done(tmp_path)

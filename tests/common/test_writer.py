@@ -145,7 +145,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("garbage\n")
     _log(tmp_path, 1, [2])
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a line of JSON"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a row of a run"):
         read_metrics(tmp_path)
 
 

@@ -31,7 +31,7 @@ def test_plan_lists_every_run_with_its_numbers(capsys, monkeypatch):
     out = capsys.readouterr().out
     for variant, config in variants:
         line = next(line for line in out.splitlines() if variant.name in line)
-        assert f"{plan.cost_of(config).parameters:,}" in line
+        assert f"{plan.cost_of(config).parameters // config.run.num_seeds:,}" in line
         assert f" {config.run.steps} " in line
     assert "8 GFLOP/s" in out  # 8 devices
     assert "…" not in out

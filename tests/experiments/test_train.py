@@ -93,6 +93,14 @@ WRONG = {
     "unknown action": (["--config.guard.nonfinite=ignore"], ["guard.nonfinite='ignore'", "skip"]),
     "no seed": (["--config.run.num_seeds=0"], ["run.num_seeds=0", "at least 1"]),
     "negative seed": (["--config.run.seed=-1"], ["run.seed=-1", "between 0 and"]),
+    "last seed too large": (
+        ["--config.run.seed=4294967295", "--config.run.num_seeds=2"],
+        ["run.seed=4294967295"],
+    ),
+    "a paper without a task": (["--config.task=crl_deep"], ["config.task='crl_deep'", "diffusion_mem"]),
+    "a tracker that is no name": (["--config.run.trackers=(1,)"], ["trackers='1'", "tensorboard"]),
+    "no checkpoints": (["--config.checkpoint.keep=0"], ["checkpoint.keep=0", "at least 1"]),
+    "too many noise levels": (["--config.process.num_steps=100000000000"], ["process.num_steps=", "1000000"]),
     "no steps": (["--config.run.steps=0"], ["run.steps=0", "at least 1"]),
     "more milestones than steps": (
         ["--config.evaluate.milestones=9"],
@@ -146,6 +154,23 @@ def test_config_that_cannot_be_used(config, words, tmp_path, capfd, compiled):
     for word in words:
         assert word in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("saved.json", "{}", "lacks checkpoint, guard, optim, parallel, profile, run"),
+        ("saved.json", '{"config": {"__items__": 3}}', "not a saved config"),
+        ("config.py", "get_config = 3", "has no get_config()"),
+        ("config.py", "raise SystemExit(5)", "SystemExit"),
+    ],
+)
+def test_config_file_that_cannot_be_used(name, content, words, tmp_path, capfd):
+    (tmp_path / name).write_text(content)
+    assert train.main([f"--config={tmp_path / name}", f"--workdir={tmp_path / 'run'}"]) == 2
+    err = capfd.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
