@@ -41,7 +41,7 @@ test-slow: setup
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 bench: setup
 	$(RUN) -m experiments.benchmarks.foundation
