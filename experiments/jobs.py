@@ -90,7 +90,10 @@ class _Children:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does: its default would leave the runs without a parent."""
+    """SIGTERM and SIGINT raise KeyboardInterrupt: their defaults may leave the runs without a parent.
+
+    A shell's background job is born with SIGINT ignored, and Python then leaves it so.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -98,11 +101,12 @@ def _terminated_as_interrupted() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _is_finished(workdir: Path, config: ConfigDict) -> bool:
