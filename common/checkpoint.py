@@ -247,8 +247,6 @@ def _load(folder: epath.Path, wanted: dict[str, jax.ShapeDtypeStruct], only: str
         saved: Any = ocp.metadata(folder).metadata
     except Exception as error:
         raise CorruptCheckpoint(f"{folder} has unreadable metadata ({first_line(error)})") from error
-    if not isinstance(saved, Mapping):
-        raise CorruptCheckpoint(f"{folder} has no metadata")
     _compare(folder, stored, {path: meta for path, meta in saved.items() if path.startswith(only)})
     context = ocp.Context()
     # Each process reads its own shards and waits for no other: one that is slow is then the one that is late.

@@ -308,17 +308,19 @@ def from_dataclass(instance: Any) -> ConfigDict:
     return ConfigDict(values, convert_dict=False)
 
 
-def view(section: ConfigDict, cls: type[T], field: str) -> T:
-    """A config section as the frozen dataclass `cls`: no unknown key, no missing key, types as its defaults.
+def view(config: ConfigDict, cls: type[T], name: str) -> T:
+    """Section `name` of a config as the frozen dataclass `cls`.
 
-    Args: `field` is the section's dotted name, for messages.
+    Raises: ConfigError for a missing section, an unknown or missing key, a type that is not its default's.
     """
+    section: Any = config.get(name, "(absent)")
+    require(isinstance(section, ConfigDict), name, section, f"must be a section, that of {cls.__name__}")
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in section:
-        require(key in known, f"{field}.{key}", section[key], f"unknown key{nearest(key, known)}")
+        require(key in known, f"{name}.{key}", section[key], f"unknown key{nearest(key, known)}")
     values = {}
-    for name, spec in known.items():
-        require(name in section, f"{field}.{name}", "(absent)", "the section lacks this key")
+    for key, spec in known.items():
+        require(key in section, f"{name}.{key}", "(absent)", "the section lacks this key")
         default = None if spec.default is dataclasses.MISSING else spec.default
-        values[name] = coerce(section[name], default, f"{field}.{name}")
+        values[key] = coerce(section[key], default, f"{name}.{key}")
     return cls(**values)

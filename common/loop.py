@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -50,16 +51,10 @@ def fit(task: Task, config: ConfigDict, workdir: str, mesh: Mesh) -> Outcome:
     Raises: ConfigError before any compute for anything wrong with config or workdir; GuardStop; OSError when
     a checkpoint cannot be written (earlier ones stay).
     """
-    run, kept = view(config.run, RunConfig, "run"), view(config.checkpoint, CheckpointConfig, "checkpoint")
-    require(run.log_every >= 1, "run.log_every", run.log_every, "must be at least 1")
-    require(run.save_every >= 1, "run.save_every", run.save_every, "must be at least 1")
-    measured = not kept.best_metric or kept.best_metric.partition("/")[0] in task.evals
-    names = ", ".join(sorted(task.evals))
-    require(
-        measured, "checkpoint.best_metric", kept.best_metric, f"must be <eval>/<metric> of the evals {names}"
-    )
-    checkpoint.check(kept)
-    import_packages(run.trackers)
+    run, kept = view(config, RunConfig, "run"), view(config, CheckpointConfig, "checkpoint")
+    _check(task, run, kept)
+    profiling = view(config, profile.ProfileConfig, "profile")
+    tracer = profile.Tracer(profiling, str(epath.Path(workdir) / "trace"))
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(run.stall_timeout))
         stop = stack.enter_context(StopSignal())
@@ -78,7 +73,20 @@ def fit(task: Task, config: ConfigDict, workdir: str, mesh: Mesh) -> Outcome:
         with stop.nothing_unsaved():
             prepared = prepare(task, config, mesh, checkpoints, writer, watchdog)
         folder.record_config()
-        return _Loop(task, config, run, mesh, folder, checkpoints, writer, stop, watchdog, prepared).run()
+        return _Loop(
+            task, config, run, mesh, folder, checkpoints, writer, stop, watchdog, tracer, prepared
+        ).run()
+
+
+def _check(task: Task, run: RunConfig, kept: checkpoint.CheckpointConfig) -> None:
+    """Raises ConfigError for what can be told before there is a folder."""
+    require(run.log_every >= 1, "run.log_every", run.log_every, "must be at least 1")
+    require(run.save_every >= 1, "run.save_every", run.save_every, "must be at least 1")
+    import_packages(run.trackers)
+    checkpoint.check(kept)
+    measured = not kept.best_metric or kept.best_metric.partition("/")[0] in task.evals
+    allowed = f"must be <eval>/<metric> of the evals {', '.join(sorted(task.evals))}"
+    require(measured, "checkpoint.best_metric", kept.best_metric, allowed)
 
 
 @dataclass
@@ -94,13 +102,12 @@ class _Loop:
     writer: Writer
     stop: StopSignal
     watchdog: Watchdog
+    tracer: profile.Tracer
     start: InitVar[Prepared]
 
     def __post_init__(self, start: Prepared) -> None:
         self.state, self.step, self.compiled = start.state, start.step, start.compiled
-        self.judge = guard.Judge(view(self.config.guard, guard.GuardConfig, "guard"), start.state.guard)
-        profiling = view(self.config.profile, profile.ProfileConfig, "profile")
-        self.tracer = profile.Tracer(profiling, str(self.folder.path / "trace"))
+        self.judge = guard.Judge(view(self.config, guard.GuardConfig, "guard"), start.state.guard)
         self.due_log = schedule.every(self.settings.log_every, first=False)
         self.due_save = schedule.every(self.settings.save_every, first=False)
         self.evaluated_at = self._evaluated_before() if start.resumed else -1

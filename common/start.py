@@ -80,7 +80,7 @@ def prepare(
 
     Raises: ConfigError for a checkpoint that does not fit or a step that does not fit into memory.
     """
-    run, parallel = view(config.run, RunConfig, "run"), view(config.parallel, ParallelConfig, "parallel")
+    run, parallel = view(config, RunConfig, "run"), view(config, ParallelConfig, "parallel")
     require(run.steps >= 0, "run.steps", run.steps, "must be at least 0")
     require(
         not run.debug or parallel.mode == "jit", "parallel.mode", parallel.mode, "run.debug needs mode=jit"

@@ -52,8 +52,7 @@ def import_packages(names: Sequence[str]) -> dict[str, types.ModuleType]:
     modules = {}
     for name in names:
         if name not in _PACKAGES:
-            name = str(name)
-            raise ConfigError(f"trackers={name!r}: unknown tracker{nearest(name, _PACKAGES)}")
+            raise ConfigError(f"trackers={name!r}: unknown tracker{nearest(str(name), _PACKAGES)}")
         try:
             modules[name] = importlib.import_module(_PACKAGES[name])
         except ImportError as error:

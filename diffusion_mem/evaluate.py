@@ -56,7 +56,7 @@ def make_evals(
       train: the training subset, (n, H, W, C) in [-1, 1]; `images` holds the held-out set.
     Raises: ConfigError for a field of `config.evaluate` that cannot be used.
     """
-    settings = view(config.evaluate, EvaluateConfig, "evaluate")
+    settings = view(config, EvaluateConfig, "evaluate")
     when = _milestones(settings, config.run.steps)
     _check(settings, process)
     return {

@@ -77,13 +77,13 @@ class Predictor:
 
 def build(config: ConfigDict, mesh: Mesh) -> Task:
     """The task of one seed. Raises ConfigError before any compute for a field that cannot be used."""
-    settings, optim = view(config.data, DataConfig, "data"), view(config.optim, OptimConfig, "optim")
+    settings, optim = view(config, DataConfig, "data"), view(config, OptimConfig, "optim")
     images = data.load(settings.name)
     train = _subset(images, settings, config.run.seed)
     batch_size = _batch_size(settings, mesh)
     check_microbatches(batch_size, optim.microbatches, batch_shards(mesh))
-    process = ddpm_process(**vars(view(config.process, ProcessConfig, "process")))
-    network = _network(view(config.model, ModelConfig, "model"))
+    process = ddpm_process(**vars(view(config, ProcessConfig, "process")))
+    network = _network(view(config, ModelConfig, "model"))
     predict = Predictor(network)
     total_steps = max(config.run.steps, 1)
     optimizer, rate = make_optimizer(optim, total_steps), learning_rate(optim, total_steps)

@@ -31,7 +31,7 @@ _HEADINGS = (
 
 def cost_of(config: ConfigDict) -> profile.Cost:
     """Compiles one step of a config without initialising a state."""
-    parallel = view(config.parallel, ParallelConfig, "parallel")
+    parallel = view(config, ParallelConfig, "parallel")
     mesh = make_mesh(parallel)
     task = build(config, mesh)
     state = jax.eval_shape(task.init, run_key(config.run))

@@ -25,10 +25,11 @@ def build(config: ConfigDict, mesh: Mesh) -> Task:
     """The task that `config.task` names; with `run.num_seeds` > 1 the vmapped task of seeds `run.seed`,
     `run.seed + 1`, …"""
     known = papers()
-    require(config.task in known, "config.task", config.task, f"must be one of {', '.join(known)}")
-    run_key(config_lib.view(config.run, RunConfig, "run"))  # refuses seeds there cannot be
-    package = importlib.import_module(f"{config.task}.task")
-    guards = config_lib.view(config.guard, guard.GuardConfig, "guard")
+    task = config.task if "task" in config else None
+    require(task in known, "config.task", task, f"must be one of {', '.join(known)}")
+    run_key(config_lib.view(config, RunConfig, "run"))  # refuses seeds there cannot be
+    package = importlib.import_module(f"{task}.task")
+    guards = config_lib.view(config, guard.GuardConfig, "guard")
     seeds = range(config.run.seed, config.run.seed + config.run.num_seeds)
     tasks = [guard.attach(package.build(with_seed(config, seed), mesh), guards) for seed in seeds]
     return tasks[0] if len(tasks) == 1 else vmap_seeds(tasks)

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict  # noqa: E402
 
 from common import config as config_lib  # noqa: E402
 from common.config import ConfigError  # noqa: E402
-from common.defaults import base_config  # noqa: E402
 from common.loop import GuardStop, Outcome, fit  # noqa: E402
 from common.mesh import ParallelConfig, initialize_distributed, is_lead, make_mesh  # noqa: E402
 from common.report import run_report  # noqa: E402
@@ -41,9 +40,7 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
         flags[name] = value
     for name in ("config", "workdir"):
         config_lib.require(bool(flags.get(name)), f"--{name}", flags.get(name), f"is needed; {USAGE}")
-    config = config_lib.load(flags["config"])
-    missing = ", ".join(name for name in base_config("") if name not in config)
-    config_lib.require(not missing, "--config", flags.pop("config"), f"lacks {missing}: see base_config")
+    config = config_lib.load(flags.pop("config"))
     workdir = os.path.expanduser(flags.pop("workdir"))  # no shell does it behind an =
     config_lib.override(config, {name.removeprefix("config."): value for name, value in flags.items()})
     return config.lock(), workdir
@@ -51,13 +48,13 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, str]:
 
 def run(config: ConfigDict, workdir: str) -> Outcome:
     """Builds the task of `config` and trains it in `workdir`."""
-    settings = config_lib.view(config.run, RunConfig, "run")
+    settings = config_lib.view(config, RunConfig, "run")
     precision = settings.matmul_precision
     config_lib.require(precision in PRECISIONS, "run.matmul_precision", precision, f"one of {PRECISIONS}")
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     if settings.debug:
         jax.config.update("jax_debug_nans", True)
-    mesh = make_mesh(config_lib.view(config.parallel, ParallelConfig, "parallel"))
+    mesh = make_mesh(config_lib.view(config, ParallelConfig, "parallel"))
     outcome = fit(build(config, mesh), config, workdir, mesh)
     if is_lead() and outcome.reason != "preempted":  # a machine that is taken away gives seconds
         run_report(workdir)

@@ -31,7 +31,7 @@ class Subject:
 
     def __init__(self, config: ConfigDict):
         self.config = config
-        parallel = view(config.parallel, ParallelConfig, "parallel")
+        parallel = view(config, ParallelConfig, "parallel")
         self.mesh = make_mesh(parallel)
         self.task = build(config, self.mesh)
         if self.task.batches is None:

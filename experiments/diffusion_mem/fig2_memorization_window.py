@@ -11,8 +11,8 @@ residual MLP denoiser on real images of digits:
 
 At cpu scale every update sees the whole training set, and the same 256 draws of noise whatever n. Batches of
 n instead average more noise for a larger n, and τ_mem grows more slowly than n; batches that are a small part
-of n make it grow faster, at this constant learning rate (one-seed pilots: slope 0.65 with batches of n, 1.3
-with batches of 64, both n = 32 … 256).
+of n make it grow faster, at this constant learning rate (slope 0.65 in a one-seed pilot with batches of n,
+n = 32 … 256; 1.3 over five seeds with batches of 64, n = 64 … 256).
 
   python -m experiments.reproduce diffusion_mem/fig2_memorization_window --scale=cpu
   python -m experiments.train --config=experiments/diffusion_mem/fig2_memorization_window.py:n=128 \

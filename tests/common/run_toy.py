@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> int:
         config = toy.config().unlock()
         override(config, {name.removeprefix("config."): value for name, value in flags.items()})
         config.lock()
-        mesh = make_mesh(view(config.parallel, ParallelConfig, "parallel"))
-        task = guard.attach(toy.build(config, mesh), view(config.guard, guard.GuardConfig, "guard"))
+        mesh = make_mesh(view(config, ParallelConfig, "parallel"))
+        task = guard.attach(toy.build(config, mesh), view(config, guard.GuardConfig, "guard"))
         outcome = fit(with_faults(task, faults), config, workdir, mesh)
         if "sleep_at_end" in faults:
             time.sleep(faults["sleep_at_end"])

@@ -29,9 +29,9 @@ TIMES = ("time", "attempt", "steps_per_second", "examples_per_second")
 def prepare(devices: int = 8, evals=None, arrays=None, **overrides) -> tuple:
     """(task, config, mesh) of the guarded toy task on the first `devices` devices."""
     config = toy.config(**overrides)
-    mesh = make_mesh(view(config.parallel, ParallelConfig, "parallel"), jax.devices()[:devices])
+    mesh = make_mesh(view(config, ParallelConfig, "parallel"), jax.devices()[:devices])
     task = toy.build(config, mesh, evals=evals, arrays=arrays)
-    return guard.attach(task, view(config.guard, guard.GuardConfig, "guard")), config, mesh
+    return guard.attach(task, view(config, guard.GuardConfig, "guard")), config, mesh
 
 
 def run(workdir: pathlib.Path, change=lambda task: task, **kwargs) -> Outcome:

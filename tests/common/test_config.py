@@ -230,18 +230,23 @@ class Section:
 
 def test_view_and_from_dataclass_are_inverse():
     section = from_dataclass(Section(rate=2.0, names=("a",)))
-    assert view(section, Section, "part") == Section(2.0, ("a",))
-    assert view(from_json(to_json(section)), Section, "part") == Section(2.0, ("a",))
+    config = ConfigDict({"part": section})
+    assert view(config, Section, "part") == Section(2.0, ("a",))
+    assert view(from_json(to_json(config)), Section, "part") == Section(2.0, ("a",))
 
 
 def test_view_refuses_unknown_missing_and_mistyped_keys():
     extra = from_dataclass(Section())
     extra.nams = ()
-    assert refusal(view, extra, Section, "part") == "part.nams=(): unknown key (did you mean 'names'?)"
-    missing = ConfigDict({"rate": 1.0, "names": ()})
-    assert "part.count" in refusal(view, missing, Section, "part")
-    wrong = ConfigDict({"rate": "x", "names": (), "count": 1})
-    assert refusal(view, wrong, Section, "part") == "part.rate='x': expected a number"
+
+    def message(part):
+        return refusal(view, ConfigDict({"part": part}), Section, "part")
+
+    assert message(extra) == "part.nams=(): unknown key (did you mean 'names'?)"
+    assert "part.count" in message({"rate": 1.0, "names": ()})
+    assert message({"rate": "x", "names": (), "count": 1}) == "part.rate='x': expected a number"
+    assert message(3) == "part=3: must be a section, that of Section"
+    assert refusal(view, ConfigDict(), Section, "part").startswith("part='(absent)': must be a section")
 
 
 FILE = """

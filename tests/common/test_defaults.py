@@ -27,7 +27,7 @@ SECTIONS = {
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_is_its_dataclass_before_and_after_json(name):
     for config in (base_config("toy"), config_lib.from_json(config_lib.to_json(base_config("toy")))):
-        assert view(config[name], SECTIONS[name], name) == SECTIONS[name]()
+        assert view(config, SECTIONS[name], name) == SECTIONS[name]()
 
 
 def test_there_are_no_other_sections():
@@ -55,7 +55,7 @@ def test_a_section_from_a_newer_version_is_refused_by_key(name):
     config = base_config("toy")
     config[name].from_the_future = 1
     with pytest.raises(ConfigError, match=f"{name}.from_the_future=1: unknown key"):
-        view(config[name], SECTIONS[name], name)
+        view(config, SECTIONS[name], name)
 
 
 def test_sections_are_frozen():

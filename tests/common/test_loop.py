@@ -228,7 +228,7 @@ def test_a_fault_in_one_shard(tmp_path, value, mode):
 def seeds_task(config, mesh, seeds):
     from experiments.tasks import with_seed
 
-    guards = view(config.guard, guard.GuardConfig, "guard")
+    guards = view(config, guard.GuardConfig, "guard")
     return [guard.attach(toy.build(with_seed(config, seed), mesh), guards) for seed in seeds]
 
 

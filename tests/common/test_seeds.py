@@ -25,7 +25,7 @@ SEEDS = (3, 4, 5)
 def alone(seed: int) -> tuple[Task, jax.Array]:
     c = toy.config(run__seed=seed, nan_at=2)
     task = toy.build(c, make_mesh(ParallelConfig(), jax.devices()[:1]))
-    return guard.attach(task, GuardConfig(nonfinite="skip")), run_key(view(c.run, RunConfig, "run"))
+    return guard.attach(task, GuardConfig(nonfinite="skip")), run_key(view(c, RunConfig, "run"))
 
 
 def train(task: Task, key: jax.Array, steps: int = 5):

@@ -44,7 +44,7 @@ def data(rows: int = ROWS, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def build(c: ConfigDict, mesh: Mesh, evals=None, arrays=None) -> Task:
-    optim = view(c.optim, OptimConfig, "optim")
+    optim = view(c, OptimConfig, "optim")
     optimizer = make_optimizer(optim, max(c.run.steps, 1))
     axis = reduce_axis(c.parallel.mode)
     arrays = data(seed=c.run.seed) if arrays is None else arrays

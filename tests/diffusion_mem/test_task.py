@@ -39,7 +39,7 @@ def config_of(**changes):
 
 
 def mesh_of(config, devices=None):
-    return make_mesh(view(config.parallel, ParallelConfig, "parallel"), jax.devices()[:devices])
+    return make_mesh(view(config, ParallelConfig, "parallel"), jax.devices()[:devices])
 
 
 def task_of(config, devices=None):
@@ -182,7 +182,7 @@ def test_logged_learning_rate_is_that_of_the_update(tmp_path):
             yield {"image": np.full_like(batch["image"], np.nan) if step == 5 else batch["image"]}
 
     task = dataclasses.replace(task_of(config), evals={})
-    expected = [float(learning_rate(view(config.optim, OptimConfig, "optim"), 8)(k)) for k in range(8)]
+    expected = [float(learning_rate(view(config, OptimConfig, "optim"), 8)(k)) for k in range(8)]
     fit(task, config, str(tmp_path / "whole"), mesh_of(config))
     rows = read_metrics(tmp_path / "whole", kind="train")
     np.testing.assert_allclose([row["learning_rate"] for row in rows], expected, rtol=1e-6)

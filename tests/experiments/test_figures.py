@@ -85,7 +85,7 @@ def test_configs_are_locked_distinct_and_survive_json(name, scale):
 def test_first_and_last_run_have_a_task_whose_state_can_be_shaped(name, scale):
     built = reproduce.configs(MODULES[name], scale, 2)
     for _, config in {variant.name: (variant, config) for variant, config in (built[0], built[-1])}.values():
-        task = build(config, make_mesh(config_lib.view(config.parallel, ParallelConfig, "parallel")))
+        task = build(config, make_mesh(config_lib.view(config, ParallelConfig, "parallel")))
         state = jax.eval_shape(task.init, run_key(config.run))
         assert state.step.shape == ()
         assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(state.params))
@@ -137,7 +137,7 @@ def record_reads(monkeypatch):
     read = set()
     view, get = config_lib.view, ConfigDict.__getattr__
 
-    def recording_view(section, cls, field):
+    def recording_view(config, cls, field):
         names = {f.name for f in dataclasses.fields(cls)}
 
         def getattribute(instance, name):
@@ -147,7 +147,7 @@ def record_reads(monkeypatch):
                 read.update(f"{field}.{name}" for name in names)
             return object.__getattribute__(instance, name)
 
-        return view(section, type(cls.__name__, (cls,), {"__getattribute__": getattribute}), field)
+        return view(config, type(cls.__name__, (cls,), {"__getattribute__": getattribute}), field)
 
     def recording_get(section, name):
         value = get(section, name)
@@ -181,5 +181,10 @@ def test_a_dead_key_would_be_found(tmp_path, monkeypatch):
         dead: int = 2
 
     read = record_reads(monkeypatch)
-    assert config_lib.view(config_lib.from_dataclass(Section()), Section, "section").used == 1
+    assert (
+        config_lib.view(
+            ConfigDict({"section": config_lib.from_dataclass(Section())}), Section, "section"
+        ).used
+        == 1
+    )
     assert read == {"section.used"}

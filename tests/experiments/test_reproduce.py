@@ -3,6 +3,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -114,6 +115,36 @@ def test_folder_of_another_config_is_refused_and_left_as_it_is(figure, copied, c
     assert times_of(folder) == before
 
 
+def test_a_done_run_of_another_config_is_not_reused(figure, copied, capfd):
+    folder = figure(SIZES)
+    for name in NAMES:
+        shutil.rmtree(folder / "runs" / name / "checkpoints")
+    assert call(copied, "--seeds=2") == 2
+    assert "run.num_seeds: 1 → 2" in capfd.readouterr().err
+    saved = folder / "runs" / NAMES[0] / "config.json"
+    content = json.loads(saved.read_text())
+    content["config"]["run"]["steps"] = 20
+    saved.write_text(json.dumps(content))
+    assert call(copied) == 2
+    assert re.search(r"run.steps=16: .* was run for 20$", capfd.readouterr().err.strip())
+
+
+def test_claims_are_printed_before_anything_is_drawn(figure, copied, capfd):
+    figure(SIZES, more="global plot; plot = lambda *_: 1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        call(copied)
+    assert capfd.readouterr().out.count("NOT RUN AT THIS SCALE") == 4
+
+
+def test_output_that_cannot_be_written_is_one_line(figure, tmp_path, capfd):
+    figure(SIZES)
+    (tmp_path / "out").write_text("")
+    assert call(tmp_path) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
 def test_failed_run_is_reported_and_the_others_are_kept(figure, copied, capfd):
     folder = figure({"data.n": [16, 5000], "run.steps": [16, 17]})
     assert call(copied) == 1
@@ -171,6 +202,7 @@ def test_seeds_are_those_asked_for(figure):
         ([NAME, "--scale=tiny", "--jobs=-1"], ["--jobs=-1"]),
         ([NAME, "--seed=3"], ["--seed=3"]),
         ([NAME, "--config.optim.lr=1"], ["--config.optim.lr=1"]),
+        ([NAME, "--scale=tiny", "--out="], ["--out=''", "must be a folder"]),
         ([], ["figure"]),
     ],
 )

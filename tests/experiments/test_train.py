@@ -8,6 +8,7 @@ import sys
 import jax
 import pytest
 
+from common import config as config_lib
 from common import start
 from common.writer import read_metrics
 from experiments import train
@@ -98,8 +99,9 @@ WRONG = {
         ["run.seed=4294967295"],
     ),
     "a paper without a task": (["--config.task=crl_deep"], ["config.task='crl_deep'", "diffusion_mem"]),
-    "a tracker that is no name": (["--config.run.trackers=(1,)"], ["trackers='1'", "tensorboard"]),
+    "a tracker that is no name": (["--config.run.trackers=(1,)"], ["trackers=1", "tensorboard"]),
     "no checkpoints": (["--config.checkpoint.keep=0"], ["checkpoint.keep=0", "at least 1"]),
+    "negative trace": (["--config.profile.trace_steps=-1"], ["profile.trace_steps=-1", "0 (off)"]),
     "too many noise levels": (["--config.process.num_steps=100000000000"], ["process.num_steps=", "1000000"]),
     "no steps": (["--config.run.steps=0"], ["run.steps=0", "at least 1"]),
     "more milestones than steps": (
@@ -156,11 +158,18 @@ def test_config_that_cannot_be_used(config, words, tmp_path, capfd, compiled):
     assert list(tmp_path.iterdir()) == []
 
 
+def without(section):
+    config = config_lib.load(TINY.removeprefix("--config=")).copy_and_resolve_references()
+    del config[section]
+    return config_lib.to_json(config)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("saved.json", "{}", "lacks checkpoint, guard, optim, parallel, profile, run"),
+        ("saved.json", "{}", "run='(absent)': must be a section, that of RunConfig"),
         ("saved.json", '{"config": {"__items__": 3}}', "not a saved config"),
+        ("saved.json", without("data"), "data='(absent)': must be a section"),
         ("config.py", "get_config = 3", "has no get_config()"),
         ("config.py", "raise SystemExit(5)", "SystemExit"),
     ],
